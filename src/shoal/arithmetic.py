@@ -40,7 +40,7 @@ def weighted_sum(
     Yields :data:`MORE` when it has summed all received numbers and some are missing.
     """
     factor = common_factor(weights)
-    blocks = _whole(out, payloads)
+    blocks = _complete_blocks(out, payloads)
     if blocks is None:
         if out.is_complex():
             out, own = real(out), real(own)
@@ -51,7 +51,7 @@ def weighted_sum(
         _weigh(weights, factor, out, own, blocks)
 
 
-def _whole(out: torch.Tensor, payloads: Sequence[Payload]) -> list[torch.Tensor] | None:
+def _complete_blocks(out: torch.Tensor, payloads: Sequence[Payload]) -> list[torch.Tensor] | None:
     """The numbers of the payloads, if all have arrived and fit one block; otherwise None."""
     if out.nbytes > BLOCK_BYTES:
         return None
@@ -109,7 +109,7 @@ def reduce(
     are taken in float32. Where ``parts`` says which places in that order belong together, each part is reduced by
     itself first. Yields like :func:`weighted_sum`.
     """
-    blocks = _whole(out, payloads)
+    blocks = _complete_blocks(out, payloads)
     if out.is_complex() and how in ("sum", "average"):
         out, own = real(out), real(own)
         blocks = None if blocks is None else [real(block) for block in blocks]

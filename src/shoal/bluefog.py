@@ -7,16 +7,15 @@ scripts need are at the end. The optimizers average on the static topology by de
 average with one peer at a time.
 """
 
-from __future__ import annotations
-
+import functools
+import typing
 import weakref
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections import abc
 
 import networkx as nx
 
 from . import topology_util as topology_util
+from ._lazy_import import public_names as _public_names
 from .observability.timeline import timeline_context as timeline_context
 from .observability.timeline import timeline_end_activity as timeline_end_activity
 from .observability.timeline import timeline_start_activity as timeline_start_activity
@@ -53,7 +52,7 @@ from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .optim import bluefog as _optimizers
-from .runtime.agent import current
+from .runtime.agent import current as _current
 from .runtime.bootstrap import init as _init
 from .runtime.bootstrap import shutdown as shutdown
 from .runtime.queries import in_neighbor_machine_ranks as in_neighbor_machine_ranks
@@ -115,120 +114,13 @@ from .windows.by_name import win_update as win_update
 from .windows.by_name import win_update_then_collect as win_update_then_collect
 from .windows.by_name import win_wait as win_wait
 
-__all__ = [
-    "CommunicationType",
-    "DistributedAdaptThenCombineOptimizer",
-    "DistributedAdaptWithCombineOptimizer",
-    "DistributedAllreduceOptimizer",
-    "DistributedGradientAllreduceOptimizer",
-    "DistributedHierarchicalNeighborAllreduceOptimizer",
-    "DistributedNeighborAllreduceOptimizer",
-    "DistributedPullGetOptimizer",
-    "DistributedPushSumOptimizer",
-    "DistributedWinPutOptimizer",
-    "ExponentialGraph",
-    "ExponentialTwoGraph",
-    "FullyConnectedGraph",
-    "GetDynamicOnePeerSendRecvRanks",
-    "GetExp2DynamicSendRecvMachineRanks",
-    "GetInnerOuterExpo2DynamicSendRecvRanks",
-    "GetInnerOuterRingDynamicSendRecvRanks",
-    "GetRecvWeights",
-    "GetSendWeights",
-    "InferDestinationFromSourceRanks",
-    "InferSourceFromDestinationRanks",
-    "IsRegularGraph",
-    "IsTopologyEquivalent",
-    "MeshGrid2DGraph",
-    "RingGraph",
-    "StarGraph",
-    "SymmetricExponentialGraph",
-    "allgather",
-    "allgather_nonblocking",
-    "allreduce",
-    "allreduce_",
-    "allreduce_nonblocking",
-    "allreduce_nonblocking_",
-    "allreduce_parameters",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_nonblocking",
-    "broadcast_nonblocking_",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "get_current_created_window_names",
-    "get_skip_negotiate_stage",
-    "get_win_version",
-    "hierarchical_neighbor_allreduce",
-    "hierarchical_neighbor_allreduce_nonblocking",
-    "in_neighbor_machine_ranks",
-    "in_neighbor_ranks",
-    "init",
-    "is_homogeneous",
-    "is_machine_topo_weighted",
-    "is_topo_weighted",
-    "load_machine_topology",
-    "load_topology",
-    "local_rank",
-    "local_size",
-    "machine_rank",
-    "machine_size",
-    "mpi_threads_supported",
-    "nccl_built",
-    "neighbor_allgather",
-    "neighbor_allgather_nonblocking",
-    "neighbor_allreduce",
-    "neighbor_allreduce_nonblocking",
-    "neighbor_win_accumulate",
-    "neighbor_win_accumulate_nonblocking",
-    "neighbor_win_get",
-    "neighbor_win_get_nonblocking",
-    "neighbor_win_put",
-    "neighbor_win_put_nonblocking",
-    "out_neighbor_machine_ranks",
-    "out_neighbor_ranks",
-    "pair_gossip",
-    "pair_gossip_nonblocking",
-    "poll",
-    "rank",
-    "resume",
-    "set_machine_topology",
-    "set_skip_negotiate_stage",
-    "set_topology",
-    "shutdown",
-    "size",
-    "suspend",
-    "synchronize",
-    "timeline_context",
-    "timeline_end_activity",
-    "timeline_start_activity",
-    "topology_util",
-    "turn_off_win_ops_with_associated_p",
-    "turn_on_win_ops_with_associated_p",
-    "unified_mpi_window_model_supported",
-    "wait",
-    "win_accumulate",
-    "win_accumulate_nonblocking",
-    "win_associated_p",
-    "win_create",
-    "win_free",
-    "win_get",
-    "win_get_nonblocking",
-    "win_mutex",
-    "win_poll",
-    "win_put",
-    "win_put_nonblocking",
-    "win_update",
-    "win_update_then_collect",
-    "win_wait",
-]
-
-P = ParamSpec("P")
-T = TypeVar("T")
+_P = typing.ParamSpec("_P")
+_T = typing.TypeVar("_T")
 
 
-def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False, **options: Any) -> None:
+def init(
+    topology_fn: abc.Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False, **options: typing.Any
+) -> None:
     """:func:`shoal.init`; called again without a topology, it sets the exponential graph, as BlueFog's does.
 
     Args:
@@ -244,11 +136,11 @@ _RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
 """Arguments of BlueFog before 0.3."""
 
 
-def _names_renamed_arguments(function: Callable[P, T]) -> Callable[P, T]:
+def _names_renamed_arguments(function: abc.Callable[_P, _T]) -> abc.Callable[_P, _T]:
     """The same function; for an argument of BlueFog before 0.3 its error gives the argument's present name."""
 
-    @wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if not _RENAMED.keys().isdisjoint(kwargs):
             old = next(name for name in kwargs if name in _RENAMED)
             raise TypeError(
@@ -263,11 +155,11 @@ neighbor_allreduce = _names_renamed_arguments(_neighbor_allreduce)
 neighbor_allreduce_nonblocking = _names_renamed_arguments(_neighbor_allreduce_nonblocking)
 
 
-def _on_static_topology(make: Callable[P, T]) -> Callable[P, T]:
+def _on_static_topology(make: abc.Callable[_P, _T]) -> abc.Callable[_P, _T]:
     """An optimizer of Shoal's with BlueFog's default: the static topology, the exponential graph if none is set."""
 
-    @wraps(make)
-    def on_static_topology(*args: P.args, **options: P.kwargs) -> T:
+    @functools.wraps(make)
+    def on_static_topology(*args: _P.args, **options: _P.kwargs) -> _T:
         options.setdefault("topology", "static")
         return make(*args, **options)
 
@@ -296,7 +188,7 @@ def suspend() -> None:
     Raises:
         NotInitialized: Before :func:`init`.
     """
-    current("suspend()")
+    _current("suspend()")
 
 
 def resume() -> None:
@@ -305,7 +197,7 @@ def resume() -> None:
     Raises:
         NotInitialized: Before :func:`init`.
     """
-    current("resume()")
+    _current("resume()")
 
 
 def mpi_threads_supported() -> bool:
@@ -332,7 +224,7 @@ def set_skip_negotiate_stage(value: bool) -> None:
     Raises:
         NotInitialized: Before :func:`init`.
     """
-    engine = current("set_skip_negotiate_stage()").engine
+    engine = _current("set_skip_negotiate_stage()").engine
     if value:
         _skipping.add(engine)
     else:
@@ -345,4 +237,8 @@ def get_skip_negotiate_stage() -> bool:
     Raises:
         NotInitialized: Before :func:`init`.
     """
-    return current("get_skip_negotiate_stage()").engine in _skipping
+    return _current("get_skip_negotiate_stage()").engine in _skipping
+
+
+# win_slots is no name of BlueFog, so a star leaves it out.
+__all__ = sorted({*_public_names(globals()), "topology_util"} - {"win_slots"})

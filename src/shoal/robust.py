@@ -4,6 +4,7 @@ They are the argument ``robust=`` of :func:`shoal.neighbor_allreduce` and of :cl
 that of :meth:`shoal.algorithms.Mix.robust`; ``docs/byzantine.md`` compares them.
 """
 
+from ._lazy_import import public_names as _public_names
 from .ops.robust import ClippedGossip as ClippedGossip
 from .ops.robust import ClippedSum as ClippedSum
 from .ops.robust import CoordinateMedian as CoordinateMedian
@@ -12,12 +13,4 @@ from .ops.robust import NearestNeighbours as NearestNeighbours
 from .ops.robust import Robust as Robust
 from .ops.robust import TrimmedMean as TrimmedMean
 
-__all__ = [
-    "ClippedGossip",
-    "ClippedSum",
-    "CoordinateMedian",
-    "FiniteOnly",
-    "NearestNeighbours",
-    "Robust",
-    "TrimmedMean",
-]
+__all__ = _public_names(globals())

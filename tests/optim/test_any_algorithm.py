@@ -221,7 +221,7 @@ def test_invalid_combinations_are_refused_with_the_remedy(fleet: Fleets) -> None
             with pytest.raises(ValueError, match="communication_type would not count"):
                 one.communication_type = shoal.CommunicationType.empty
             one.close()
-        with pytest.raises(ValueError, match="exchanges in step, not through windows"):
+        with pytest.raises(ValueError, match="exchanges in step, not through windows; leave bucket_exchange out"):
             from shoal.optim.exchanges.window_exchange import PutExchange
 
             make(ExactDiffusion(1.0, lazy=True), bucket_exchange=PutExchange)

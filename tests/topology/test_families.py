@@ -27,7 +27,6 @@ from shoal.topology import (
     label_cliques,
     spectral_gap,
 )
-from shoal.topology.families.cliques import skew
 
 few = settings(max_examples=30, deadline=None)
 
@@ -279,6 +278,11 @@ def test_d_cliques_are_connected_and_doubly_stochastic(size, clique_size, betwee
     graph = DCliquesGraph(size, clique_size, between)
     assert nx.is_strongly_connected(graph)
     assert classify(graph).doubly
+
+
+def skew(labels, clique):
+    shares = labels / labels.sum(axis=1, keepdims=True)
+    return np.abs(shares[clique].mean(axis=0) - shares.mean(axis=0)).sum()
 
 
 def test_label_cliques_have_all_labels_if_every_agent_has_one():

@@ -162,8 +162,8 @@ class ShoalAccelerator(Accelerator):
     # All agents together
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all agents, joined along dimension 0 in the order of ranks."""
-        return gathered(tensor)
+        """Tensors of all agents, joined along dimension 0 in the order of ranks; a single number counts as one row."""
+        return recursively_apply(_gathered, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As :meth:`gather`, without the samples that are repeated at the end of an epoch; also for plain objects."""
@@ -364,11 +364,6 @@ def samples_of_last_round(state: GradientState) -> int:
 
 
 _OPERATIONS = {"sum": "sum", "mean": "average", "max": "max"}
-
-
-def gathered(tensors: Any) -> Any:
-    """Each tensor of all agents, joined along dimension 0 in the order of ranks; a single number counts as one row."""
-    return recursively_apply(_gathered, tensors, error_on_other_type=True)
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ from ..optim.checkpoints.states import RandomState
 from ..optim.mean_model import consensus
 from ..runtime.queries import size
 from .accelerate import ShoalAccelerator, Wrapper, one_peer_at_a_time
-from .process_state import process_state, wait_for_everyone
+from .process_state import NO_DISPATCH, process_state, wait_for_everyone
 
 __all__ = ["ShoalTrainer", "ShoalTrainingArguments"]
 
@@ -302,10 +302,7 @@ class ShoalTrainingArguments(TrainingArguments):
         self._refuse()
         super().__post_init__()
         if getattr(self.accelerator_config, "dispatch_batches", None):
-            raise ValueError(
-                "accelerator_config: dispatch_batches=True sends all samples from rank 0 over a process group, and "
-                "there is none. Leave it out: each agent then takes its own part of the dataset"
-            )
+            raise ValueError(f"accelerator_config: {NO_DISPATCH}")
 
     def _refuse(self) -> None:
         shared = [name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(self, name, None)]

@@ -94,13 +94,13 @@ def _schedules(size: int, local: int, passed_over: dict[str, str]) -> Iterator[t
             continue
         # A topology that groups agents by machines gets no machines of one agent.
         options: dict[str, float] = {"agents_per_machine": local} if topology.agents_per_machine and local > 1 else {}
-        schedule = _made(topology.name, topology, size, options, passed_over)
+        schedule = _schedule_of(topology.name, topology, size, options, passed_over)
         if schedule is not None:
             yield topology.name, schedule
         if topology.agents_per_machine or not _machines_are_full(size, local):
             continue
         name = f"{topology.name} of machines"
-        between = _made(name, topology, size // local, {}, passed_over)
+        between = _schedule_of(name, topology, size // local, {}, passed_over)
         if between is not None and len(between.edges(0).weight) * local**2 <= MOST_EDGES:
             yield name, Kronecker(between, AllReduce(local))
 
@@ -109,7 +109,7 @@ def _machines_are_full(size: int, local: int) -> bool:
     return 1 < local < size and size % local == 0
 
 
-def _made(
+def _schedule_of(
     name: str, topology: Topology, size: int, options: dict[str, float], passed_over: dict[str, str]
 ) -> Schedule | None:
     try:

@@ -231,7 +231,9 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _overlap(tensors: list[torch.Tensor]) -> bool:
     """Whether two of them share memory."""
     ends: dict[int, int] = {}  # of the preceding views, by storage
-    for storage, (begin, end) in sorted((tensor.untyped_storage().data_ptr(), _span(tensor)) for tensor in tensors):
+    for storage, (begin, end) in sorted(
+        (tensor.untyped_storage().data_ptr(), bytes_spanned(tensor)) for tensor in tensors
+    ):
         if begin < ends.get(storage, 0):
             return True
         ends[storage] = end
@@ -253,7 +255,7 @@ def _place(tensor: torch.Tensor) -> Hashable:
     return *at, tensor.dtype, tuple(tensor.shape), tuple(shape), tensor.is_conj(), tensor.is_neg()
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def bytes_spanned(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and the one after its last."""
     begin = int(tensor.storage_offset())
     last = begin + sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

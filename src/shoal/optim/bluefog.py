@@ -28,17 +28,16 @@ class WindowOptimizer(DecentralizedOptimizer):
         force_barrier: All agents meet at the beginning of each step; False by default.
     """
 
-    _force_barrier = False
-
-    @property
-    def force_barrier(self) -> bool:
-        return self._force_barrier
+    force_barrier = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__("_force_barrier" if name == "force_barrier" else name, value)
+        if name == "force_barrier":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        if self._force_barrier:
+        if self.force_barrier:
             barrier(Internal("optimizer.force_barrier"))
         return super().step(closure)
 

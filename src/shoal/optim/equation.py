@@ -42,9 +42,9 @@ class LearningRates:
         self._first: list[float] = []
         self._last: list[float] = []
         self._key: list[tuple[float, list[int]]] = []
-        self._found: list[float] = []
+        self._rates_now: list[float] = []
 
-    def look(self, params: Sequence[torch.nn.Parameter]) -> None:
+    def note(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Note the rates as they are now: a local step is about to be taken with them."""
         now = self._now(params)
         if self._last or 0.0 in now:
@@ -61,8 +61,8 @@ class LearningRates:
         key = [(rate, list(map(id, those))) for rate, those in groups]
         if key != self._key:
             rates = {param: rate for rate, those in groups for param in those}
-            self._key, self._found = key, [rates[param] for param in params]
-        return self._found
+            self._key, self._rates_now = key, [rates[param] for param in params]
+        return self._rates_now
 
     def multiples(self, bucket: Bucket) -> float | torch.Tensor:
         """The rates of the last local step with a nonzero rate since :meth:`exchanged`; zero if there was none.
@@ -133,9 +133,9 @@ class BucketStep:
                 "Convert the model before the first step"
             )
 
-    def look(self) -> None:
+    def note_rates(self) -> None:
         """Note the learning rates: the wrapped optimizer is about to step."""
-        self._rates.look(self.bucket.params)
+        self._rates.note(self.bucket.params)
 
     def step(self, round_: int, moved: MovedBy) -> None:
         """A step of the algorithm. Nothing has happened to ``x`` where it raises."""
@@ -244,7 +244,7 @@ class Equation(StepStrategy):
         if not elsewhere:
             local.evaluate()
         for part in parts:
-            part.look()
+            part.note_rates()
         if not elsewhere:
             local()
         for part in parts:
@@ -253,7 +253,7 @@ class Equation(StepStrategy):
 
     def _step_alone(self) -> None:
         for part in self._begin():
-            part.look()
+            part.note_rates()
         super()._step_alone()
 
     def follow(self) -> None:
@@ -261,7 +261,7 @@ class Equation(StepStrategy):
         parts = self._begin()
         self.check_that_it_can_follow()
         for part in parts:
-            part.look()
+            part.note_rates()
             self._advance(part, _moved)
         self._end(parts)
 
@@ -378,7 +378,7 @@ class EquationDuringBackward(DuringBackward, Equation):
 
     def _leave(self, number: int) -> None:
         part = self._parts[number]
-        part.look()
+        part.note_rates()
         self._local(part.bucket.params)
         name = f"shoal-part-{current('optimizer.step').rank}-{number}"
         step = threading.Thread(target=bind(self._step), args=(number,), name=name, daemon=True)

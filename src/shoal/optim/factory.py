@@ -76,7 +76,7 @@ def strategy_of(
             )
         )
     if plain in (Equation, AverageGradients) and not bucket_exchange.in_step:
-        raise ValueError(f"{algorithm} exchanges in step, not through windows; leave flight out")
+        raise ValueError(f"{algorithm} exchanges in step, not through windows; leave bucket_exchange out")
     if plain is AverageGradients and isinstance(local.optimizer, OneBitAdam):
         if overlap:
             raise ValueError('overlap="backward": OneBitAdam averages momenta behind the backward pass; leave it out')

@@ -10,16 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
 from ..operations.operation import Handle
 from ..ops.collective import allreduce_nonblocking
+from ..runtime.agent import current
 from .exchanges.bucket_exchange import BucketExchange
 from .strategies import StepStrategy
 
 _PAUSE_SECONDS = 0.002
 """Seconds between two rounds of an agent that only forwards received data."""
+_in_loop: ContextVar[bool] = ContextVar("in_loop", default=False)
+"""An optimizer of this thread has joined its loop."""
 
 
 class Join:
@@ -29,15 +33,49 @@ class Join:
         bucket_exchange: The parameters.
         strategy: The steps of a round.
         name: Matches the counts of different agents.
+
+    Attributes:
+        active: This agent is inside :meth:`loop`, and there are others.
     """
 
     def __init__(self, bucket_exchange: BucketExchange, strategy: StepStrategy, name: str) -> None:
         self._bucket_exchange, self._strategy, self._name = bucket_exchange, strategy, name
+        self.active = False
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """Around a loop over this agent's batches; behind it the agent takes part without batches.
+
+        Raises:
+            ValueError: Another optimizer has joined the loop, or agents without batches could not take part.
+            RuntimeError: The loop was left between a forward pass and its step.
+        """
+        if _in_loop.get():
+            raise ValueError(
+                "join() inside another optimizer's join(): agents without batches would wait in one while the others "
+                "wait in the other. Deal out equally many batches (shoal.AgentSampler), or let one optimizer have all "
+                "models"
+            )
+        alone = current("optimizer.join").size == 1
+        if not alone:
+            self._strategy.check_that_it_can_follow()
+            with torch.no_grad():
+                self._bucket_exchange.prepare()
+        self.active = not alone
+        token = _in_loop.set(True)
+        try:
+            yield
+            if not alone:
+                with torch.no_grad():
+                    self._follow()
+        finally:
+            _in_loop.reset(token)
+            self.active = False
 
     @contextmanager
     def round(self, due: bool) -> Iterator[None]:
         """Around a round of an agent that has batches; ``due``: there is an exchange in it."""
-        if not due or not self._bucket_exchange.in_step:
+        if not self.active or not due or not self._bucket_exchange.in_step:
             yield
             return
         by_hand = self._bucket_exchange.settings.by_hand
@@ -53,7 +91,7 @@ class Join:
         finally:
             self._bucket_exchange.present = None
 
-    def follow(self) -> None:
+    def _follow(self) -> None:
         """Take part without batches until no agent has any."""
         if self._bucket_exchange.under_way:
             raise RuntimeError(
@@ -61,7 +99,7 @@ class Join:
                 "the loop after step()"
             )
         if not self._bucket_exchange.in_step:
-            self._follow_at_leisure()
+            self._follow_through_windows()
             return
         while True:
             present = self._bucket_exchange.present = self._count(0.0)
@@ -71,7 +109,7 @@ class Join:
             self._bucket_exchange.equalize()
         self._bucket_exchange.present = None
 
-    def _follow_at_leisure(self) -> None:
+    def _follow_through_windows(self) -> None:
         ended = self._count(1.0)
         while not ended.poll():
             self._strategy.follow()

@@ -141,15 +141,15 @@ def metrics(
         ValueError: ``worst`` names something else, or gives neither ``max`` nor ``min``; ``weight`` is not positive.
         Mismatch: Agents give different names, or different ``worst``.
     """
-    ways: dict[str, Callable[..., Any]] = dict.fromkeys(values, max) | dict(worst or {})
-    wrong = [name for name, choose in ways.items() if name not in values or (choose is not max and choose is not min)]
+    worst_of: dict[str, Callable[..., Any]] = dict.fromkeys(values, max) | dict(worst or {})
+    wrong = [name for name, pick in worst_of.items() if name not in values or (pick is not max and pick is not min)]
     if wrong or not 0 < weight < math.inf:
         raise ValueError(
             f"metrics: weight={weight} must be positive; worst may give max or min for {', '.join(values)}, and for "
             f"{', '.join(wrong) or 'nothing else'} it does not"
         )
     agent = current("metrics")
-    names = [f"{name} (worst: {ways[name].__name__})" for name in sorted(values)]
+    names = [f"{name} (worst: {worst_of[name].__name__})" for name in sorted(values)]
     numbers = [_number(values[name]) for name in sorted(values)]
     reports = _exchange(_MetricReport(names, numbers, weight), timeout)
     for rank, theirs in ((rank, report.names) for rank, report in reports.items()):
@@ -164,7 +164,7 @@ def metrics(
     columns = {
         name: {rank: report.numbers[k] for rank, report in reports.items()} for k, name in enumerate(sorted(values))
     }
-    found = {name: _metric(agent.size, columns[name], weights, ways[name] is max) for name in values}
+    found = {name: _metric(agent.size, columns[name], weights, worst_of[name] is max) for name in values}
     for name, metric in found.items():
         agent.engine.training_metrics.note(
             name, metric.values[agent.rank], metric.mean, metric.worst, metric.worst_rank

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
 import networkx as nx
@@ -41,7 +40,6 @@ from .strategies import DuringBackward, InnerStep
 from .topologies import STATIC, agent_schedule, given, of_agents, of_machines, one_peer
 from .weight_checks import WeightChecks
 
-_joined: ContextVar[bool] = ContextVar("joined", default=False)
 _DEFAULTS = Settings()
 
 
@@ -135,11 +133,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._counting = bucket_exchange.counts
         self._passes = BackwardCounter()
         self._warned = False
-        self._joined = False
         for key, value in settings.items():
             setattr(self, key, value)
         self._names = Names(self._models, self._inner)
-        self._called = name = name_of_optimizer() if name is None else name
+        self._name = name = name_of_optimizer() if name is None else name
         size_of_bucket = checked_bucket_bytes(bucket_bytes, overlap)
         # An algorithm has one vector, unless its parts are to step by themselves.
         parts = by_buckets(algorithm) or (overlap and isinstance(algorithm, Algorithm) and algorithm.separable)
@@ -225,21 +222,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """How many exchanges there have been."""
         return self._bucket_exchange.rounds
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        groups: list[dict[str, Any]] = self._inner.param_groups
-        return groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        defaults: dict[str, Any] = self._inner.defaults
-        return defaults
-
     def __getattr__(self, name: str) -> Any:
+        """A setting, or an attribute of the wrapped optimizer, such as ``param_groups``, ``state`` and ``defaults``."""
         name = ALIASES.get(name, name)
         if name in NAMES:
             return getattr(self._settings, name)
@@ -262,7 +246,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r} to set; there are: {known}")
 
     def _check_that_it_counts(self, name: str, value: Any) -> None:
-        if self.__dict__.get("_joined") and name in (*BY_HAND, "communication_type"):
+        join: Join | None = self.__dict__.get("_join")  # not yet, where it begins with some settings
+        if join is not None and join.active and name in (*BY_HAND, "communication_type"):
             raise ValueError(
                 f"{name} cannot be set for single rounds inside join(): agents without batches, which run no loop, "
                 "would take part in another way. Set it before join(), or give a schedule as topology="
@@ -324,15 +309,15 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
         local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
-        self._names.look()
+        self._names.check_modules()
         if not self._alone:
             self._names.begin_step(self._strategy.begins_early)
         self._count_passes()
         passes = self._passes.begin_step()
-        enough = self._is_enough(passes)
+        enough = passes >= self._settings.num_steps_per_communication or self._strategy.at_every_step
         due = enough and not self._alone
         try:
-            with self._join.round(due) if self._joined else nullcontext():
+            with self._join.round(due):
                 self._strategy.step(due)
             if due:
                 self._bucket_exchange.equalize()
@@ -342,11 +327,10 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._passes.end_step(enough)
             self._warned = False
             local.closure = None
-        engine.step_counter.ended(self._called, began)
+        engine.step_counter.ended(self._name, began)
         return cast("float | None", local.loss)
 
-    @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self) -> AbstractContextManager[None]:
         """A context around a loop over batches, of which agents have different numbers; all agents enter it.
 
         An agent that leaves the loop takes part in the others' rounds until no agent has a batch: with its unchanged
@@ -361,27 +345,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 in one while others wait in the other.
             RuntimeError: The loop was left between a forward pass and its step.
         """
-        if _joined.get():
-            raise ValueError(
-                "join() inside another optimizer's join(): agents without batches would wait in one while the others "
-                "wait in the other. Deal out equally many batches (shoal.AgentSampler), or let one optimizer have all "
-                "models"
-            )
-        alone = current("optimizer.join").size == 1
-        if not alone:
-            self._strategy.check_that_it_can_follow()
-            with torch.no_grad():
-                self._bucket_exchange.prepare()
-        self._joined = not alone
-        token = _joined.set(True)
-        try:
-            yield
-            if not alone:
-                with torch.no_grad():
-                    self._join.follow()
-        finally:
-            _joined.reset(token)
-            self._joined = False
+        return self._join.loop()
 
     def synchronize(self) -> None:
         """Wait until what this agent has begun to send or fetch has arrived. ``step()`` does what follows from it."""
@@ -391,10 +355,6 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     def _alone(self) -> bool:
         """There is no other agent to exchange with. An algorithm's own equation is still stepped."""
         return current("optimizer.step").size == 1 and not isinstance(self._strategy, Equation)
-
-    def _is_enough(self, passes: int) -> bool:
-        """Whether an exchange follows after so many backward passes."""
-        return passes >= self._settings.num_steps_per_communication or self._strategy.at_every_step
 
     def _count_passes(self) -> None:
         """Count backward passes if an exchange follows several of them: also with parameters that are learnt only
@@ -407,7 +367,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """A forward pass of training begins: exchanges that start there do so."""
         self._count_passes()
         enough = self._passes.next >= self._settings.num_steps_per_communication and not self._passes.stepping
-        if enough and self._strategy.begins_early and not self._alone and self._names.learn():
+        if enough and self._strategy.begins_early and not self._alone and self._names.any_trainable():
             with torch.no_grad():
                 self._names.begin_pass()
                 self._strategy.begin_pass()
@@ -431,14 +391,17 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         way is taken in first, so that the saved masses add up to the whole.
         """
         agent = current("optimizer.state_dict")
-        own = {
-            "agent": (agent.rank, agent.size),
+        own = {"agent": (agent.rank, agent.size), **self._with_exchange(self._strategy.state())}
+        return {**self._inner.state_dict(), "shoal": own}
+
+    def _with_exchange(self, strategy_state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of the strategy with that of the exchange."""
+        return {
             "rounds": self._bucket_exchange.rounds,
             "passes": self._passes.kept,
-            "way": self._strategy.state(),  # as it was called when the first of these were saved
+            "way": strategy_state,  # the key in states that earlier versions saved
             "layout": self._bucket_exchange.layout_to_keep,
         }
-        return {**self._inner.state_dict(), "shoal": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a :meth:`state_dict`. The state of a plain optimizer of the same kind is accepted, too.
@@ -469,9 +432,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         """The state for :meth:`take_over` of a joining agent. It contains no windows: all agents create them again in
         :meth:`met`.
         """
-        strategy_state = self._strategy.state() if self._bucket_exchange.in_step else {}
-        own = {"rounds": self._bucket_exchange.rounds, "passes": self._passes.kept, "way": strategy_state}
-        own["layout"] = self._bucket_exchange.layout_to_keep
+        own = self._with_exchange(self._strategy.state() if self._bucket_exchange.in_step else {})
         return {"state": {**self._inner.state_dict(), "shoal": own}, "agreed": self._bucket_exchange.agreed}
 
     def take_over(self, handed_over: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from ..errors import Mismatch
 from ..operations.operation import Operation
 from ..ops.arguments import LAYOUT, Group
 from ..ops.collective import gather_by_rank
-from ..ops.objects import allreduce_parameters
+from ..ops.objects import allreduce_parameters, bytes_spanned
 from ..runtime.agent import current
 
 _owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
@@ -94,7 +94,7 @@ class Names:
             for name, param in model.named_parameters():
                 yield name if len(self._models) == 1 else f"{number}.{name}", param
 
-    def look(self) -> None:
+    def check_modules(self) -> None:
         """Compare the models' modules and parameters with those of the last call, before each step.
 
         Warns of trainable parameters that no decentralized optimizer has: at the first call, and after a change.
@@ -146,7 +146,7 @@ class Names:
             self.refresh()
         return self._trainable or b""
 
-    def learn(self) -> bool:
+    def any_trainable(self) -> bool:
         """Whether any of them requires gradients. A frozen model runs within another one's step, such as the
         discriminator of a GAN within the generator's."""
         return any(map(_requires_grad, self._names))
@@ -346,20 +346,15 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The tensors of one storage that overlap another one, in groups."""
     groups: list[list[torch.Tensor]] = []
     end = 0
-    for begin, stop, tensor in sorted(((*_span(tensor), tensor) for tensor in tensors), key=lambda item: item[:2]):
+    for begin, stop, tensor in sorted(
+        ((*bytes_spanned(tensor), tensor) for tensor in tensors), key=lambda item: item[:2]
+    ):
         if groups and begin < end:
             groups[-1].append(tensor)
         else:
             groups.append([tensor])
         end = max(end, stop)
     return [group for group in groups if len(group) > 1]
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
-    begin = int(tensor.storage_offset())
-    last = begin + sum((size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
 def digest_of(layout: Iterable[Iterable[str]]) -> int:

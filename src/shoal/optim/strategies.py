@@ -113,7 +113,7 @@ class StepStrategy(ABC):
         self._step_locally()
 
     def _step_locally(self) -> None:
-        """Take the local step, between two words to the flight: some keep more than the parameters."""
+        """Take the local step, between two calls to the exchange: some exchanges store more than the parameters."""
         self._bucket_exchange.before_local_step()
         self._local()
         self._bucket_exchange.after_local_step()

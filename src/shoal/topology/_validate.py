@@ -69,6 +69,14 @@ def check_rank(rank: object, size: int, name: str = "rank") -> int:
     return checked
 
 
+def check_round(round: object) -> int:
+    """The number of a round, from 0 on."""
+    checked = as_int(round, "round")
+    if checked < 0:
+        raise ValueError(f"round {checked} is negative. Rounds count from 0.")
+    return checked
+
+
 def as_digraph(graph: object) -> nx.DiGraph:
     """`graph` as a directed graph over the ranks 0 to n - 1, in whatever order its nodes were added.
 

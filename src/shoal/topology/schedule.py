@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ._edges import Edges as Edges
 from ._edges import RoundEdges, assemble
-from ._validate import as_digraph, as_int, check_rank, check_size
+from ._validate import as_digraph, as_int, check_rank, check_round, check_size
 from .mixing import Mixing
 from .weights import as_matrix
 
@@ -110,13 +110,7 @@ class Schedule(ABC):
         return f"<{self.describe()}>"
 
     def _check(self, round: int, rank: int) -> tuple[int, int]:
-        return self._check_round(round), check_rank(rank, self.size)
-
-    def _check_round(self, round: int) -> int:
-        round = as_int(round, "round")
-        if round < 0:
-            raise ValueError(f"round {round} is negative. Rounds count from 0.")
-        return round
+        return check_round(round), check_rank(rank, self.size)
 
 
 class EdgeSchedule(Schedule):
@@ -139,7 +133,7 @@ class EdgeSchedule(Schedule):
         return self._round(round).mixing(rank)
 
     def _round(self, round: int) -> RoundEdges:
-        return self._recent(self.in_period(self._check_round(round)))
+        return self._recent(self.in_period(check_round(round)))
 
     @cached_property
     def _recent(self) -> Callable[[int], RoundEdges]:

@@ -5,131 +5,74 @@
 docs/horovod.md has the list and the differences.
 """
 
-from __future__ import annotations
+from ..._lazy_import import public_names as _public_names
+from ...ops.handles import poll as poll
+from ...ops.handles import synchronize as synchronize
+from ...runtime.bootstrap import shutdown as shutdown
+from ...runtime.queries import is_homogeneous as is_homogeneous
+from ...runtime.queries import is_initialized as is_initialized
+from ...runtime.queries import local_rank as local_rank
+from ...runtime.queries import local_size as local_size
+from ...runtime.queries import rank as rank
+from ...runtime.queries import size as size
+from .agents import ccl_built as ccl_built
+from .agents import cross_rank as cross_rank
+from .agents import cross_size as cross_size
+from .agents import cuda_built as cuda_built
+from .agents import ddl_built as ddl_built
+from .agents import gloo_built as gloo_built
+from .agents import gloo_enabled as gloo_enabled
+from .agents import init as init
+from .agents import mpi_built as mpi_built
+from .agents import mpi_enabled as mpi_enabled
+from .agents import mpi_threads_supported as mpi_threads_supported
+from .agents import nccl_built as nccl_built
+from .agents import rocm_built as rocm_built
+from .agents import start_timeline as start_timeline
+from .agents import stop_timeline as stop_timeline
+from .async_ops import allgather_async as allgather_async
+from .async_ops import allreduce_async as allreduce_async
+from .async_ops import allreduce_async_ as allreduce_async_
+from .async_ops import alltoall_async as alltoall_async
+from .async_ops import broadcast_async as broadcast_async
+from .async_ops import broadcast_async_ as broadcast_async_
+from .async_ops import grouped_allgather_async as grouped_allgather_async
+from .async_ops import grouped_allreduce_async as grouped_allreduce_async
+from .async_ops import grouped_allreduce_async_ as grouped_allreduce_async_
+from .async_ops import grouped_reducescatter_async as grouped_reducescatter_async
+from .async_ops import reducescatter_async as reducescatter_async
+from .async_ops import sparse_allreduce_async as sparse_allreduce_async
+from .batch_norm import SyncBatchNorm as SyncBatchNorm
+from .differentiable import allgather as allgather
+from .differentiable import allreduce as allreduce
+from .differentiable import allreduce_ as allreduce_
+from .differentiable import alltoall as alltoall
+from .differentiable import barrier as barrier
+from .differentiable import broadcast as broadcast
+from .differentiable import broadcast_ as broadcast_
+from .differentiable import grouped_allgather as grouped_allgather
+from .differentiable import grouped_allreduce as grouped_allreduce
+from .differentiable import grouped_allreduce_ as grouped_allreduce_
+from .differentiable import grouped_reducescatter as grouped_reducescatter
+from .differentiable import reducescatter as reducescatter
+from .optimizers import DistributedOptimizer as DistributedOptimizer
+from .process_sets import ProcessSet as ProcessSet
+from .process_sets import add_process_set as add_process_set
+from .process_sets import global_process_set as global_process_set
+from .process_sets import remove_process_set as remove_process_set
+from .reduce_options import Adasum as Adasum
+from .reduce_options import Average as Average
+from .reduce_options import Compression as Compression
+from .reduce_options import HorovodInternalError as HorovodInternalError
+from .reduce_options import Max as Max
+from .reduce_options import Min as Min
+from .reduce_options import Product as Product
+from .reduce_options import ReduceOp as ReduceOp
+from .reduce_options import Sum as Sum
+from .states import allgather_object as allgather_object
+from .states import broadcast_object as broadcast_object
+from .states import broadcast_optimizer_state as broadcast_optimizer_state
+from .states import broadcast_parameters as broadcast_parameters
+from .uneven_inputs import join as join
 
-from ...ops.handles import poll
-from ...runtime.bootstrap import shutdown
-from ...runtime.queries import is_homogeneous, is_initialized, local_rank, local_size, rank, size
-from .agents import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-    start_timeline,
-    stop_timeline,
-)
-from .async_ops import (
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    alltoall_async,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter_async,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
-from .batch_norm import SyncBatchNorm
-from .differentiable import (
-    allgather,
-    allreduce,
-    allreduce_,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-    reducescatter,
-)
-from .optimizers import DistributedOptimizer
-from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from .reduce_options import Adasum, Average, Compression, HorovodInternalError, Max, Min, Product, ReduceOp, Sum
-from .states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from .uneven_inputs import join
-
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+__all__ = _public_names(globals())

@@ -1,4 +1,4 @@
-"""Horovod's asynchronous operations: the functions that end in ``_async``, and the waits for their handles.
+"""Horovod's asynchronous operations: the functions that end in ``_async``.
 
 Each calls one of Shoal's operations. It adds Horovod's factors and tensor formats, and announces the call to agents
 that have joined.
@@ -16,7 +16,7 @@ from ...ops.arguments import WEIGHABLE, check_gatherable, check_tensor, detached
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, broadcast_nonblocking
 from ...ops.gathering import alltoall_nonblocking
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
-from ...ops.handles import HandleOfMany, wait
+from ...ops.handles import HandleOfMany
 from ...transport.wire import MOVABLE
 from .process_sets import ProcessSet, global_process_set, group_of
 from .reduce_options import Adasum, Average, InvalidArgument, ScaledReduction, Sum, listed, parse_reduction, scaled
@@ -88,7 +88,7 @@ def _as_shoals(
     """Shoal's name of a reduction, and the function to apply to its result."""
     if how.op is Average and any(tensor.dtype not in WEIGHABLE for tensor in tensors):
         return "sum", lambda total: _mean(total, process_set.size(), how.after)
-    return how.word, None if how.after == 1.0 else lambda found: scaled(found, how.after)
+    return how.op_name, None if how.after == 1.0 else lambda found: scaled(found, how.after)
 
 
 def _mean(total: torch.Tensor, count: int, after: float) -> torch.Tensor:
@@ -342,7 +342,7 @@ def sparse_allreduce_async(
         raise TypeError(f"{called}: it takes a tensor of layout torch.sparse_coo; for a dense one take allreduce_async")
     how = parse_reduction(called, None, op)
     if how.op not in (Average, Sum):
-        raise ValueError(f"{called}: op={how.word}; sparse tensors are averaged or added up: hvd.Average or hvd.Sum")
+        raise ValueError(f"{called}: op={how.op_name}; sparse tensors are averaged or added up: hvd.Average or hvd.Sum")
     own = tensor.detach().coalesce()
     handle = gather_many(called, [own.indices().T.contiguous(), own.values()], name, process_set)
     count = process_set.size()
@@ -370,8 +370,3 @@ class SparseHandle(HandleOfMany[torch.Tensor]):
 def share_of(whole: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
     """This agent's rows of a tensor: equally many for each, and one more for the first ones where they are not."""
     return whole.tensor_split(process_set.size())[process_set.rank()].clone()
-
-
-def synchronize(handle: Handle[T]) -> T:
-    """Wait for what ``_async`` has begun; its result."""
-    return wait(handle)

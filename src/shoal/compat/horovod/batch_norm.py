@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,9 +18,6 @@ class SyncBatchNorm(_BatchNorm):
     Args:
         num_features, eps, momentum, affine, track_running_stats: As of torch's.
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:

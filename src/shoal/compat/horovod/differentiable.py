@@ -51,7 +51,8 @@ def _through_compressed(tensors: Tensors, compression: Any, forward: Linear, bac
 def _linear(called: str, how: ScaledReduction) -> None:
     if how.op not in (Average, Sum):
         raise ValueError(
-            f"{called}: gradients go through hvd.Average and hvd.Sum, and not through {how.word}; give tensor.detach()"
+            f"{called}: gradients go through hvd.Average and hvd.Sum, and not through {how.op_name}; give "
+            "tensor.detach()"
         )
 
 

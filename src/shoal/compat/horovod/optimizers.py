@@ -54,7 +54,7 @@ class Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the class's own; not while the gradients are on their way."""
-        _wrapped_class(self).begin_anew()
+        _wrapped_class(self).before_zero_grad()
         super().zero_grad(set_to_none)
 
     @property
@@ -268,12 +268,7 @@ class Gradients:
         self._passes = count
         self._counts.clear()
 
-    @property
-    def under_way(self) -> bool:
-        """Some groups have been sent, and have not been synchronized."""
-        return bool(self._under_way)
-
-    def came(self, param: torch.Tensor) -> None:
+    def on_gradient(self, param: torch.Tensor) -> None:
         """Called by a hook: a parameter has its gradient. Errors are kept for the step, because an error inside a
         backward pass would keep the parameters in memory for ever.
         """
@@ -369,8 +364,8 @@ class Gradients:
             )
         self._is_synchronized = False
 
-    def begin_anew(self) -> None:
-        """The gradients are no more those of before."""
+    def before_zero_grad(self) -> None:
+        """The script clears the gradients: they are no averages any more."""
         if self._under_way:
             raise RuntimeError(
                 "zero_grad() between backward() and step(): the gradients are on their way to the others, and what "

@@ -51,7 +51,7 @@ class ScaledReduction:
     after: float = 1.0
 
     @property
-    def word(self) -> str:
+    def op_name(self) -> str:
         """Shoal's ``op``."""
         return self.op.name.lower()
 
@@ -71,17 +71,12 @@ def parse_reduction(
         raise ValueError(f"{called}: op={op!r}; it may be hvd.Average, Sum, Min, Max or Product") from None
     if average is not None and op is not None:
         raise ValueError(f"{called}: average={average!r} and op={found.name.title()} are both given; leave average out")
-    refuse_adasum(called, found)
-    return ScaledReduction(found, as_weight(before, "prescale_factor"), as_weight(after, "postscale_factor"))
-
-
-def refuse_adasum(called: str, op: ReduceOp) -> None:
-    """ValueError for the one reduction that there is not."""
-    if op is Adasum:
+    if found is Adasum:
         raise ValueError(
             f"{called}: op=Adasum weighs gradients by the angles between them, pair by pair up a tree, and there is no "
             "such all-reduce here; take hvd.Average, with the learning rate scaled as for it"
         )
+    return ScaledReduction(found, as_weight(before, "prescale_factor"), as_weight(after, "postscale_factor"))
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:

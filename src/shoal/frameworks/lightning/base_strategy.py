@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from ...ops.arguments import Internal
 from ...ops.collective import barrier
+from ...ops.objects import broadcast_parameters
 from ...optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ...optim.optimizer import DecentralizedOptimizer
 from ...runtime.queries import local_rank, machine_rank, rank, size
@@ -130,6 +131,12 @@ def one_peer_at_a_time(
             and nothing is to warn of that.
     """
     return DistributedAdaptThenCombineOptimizer(optimizer, module, mix_state=() if dealt_out else None)
+
+
+def broadcast_weights(module: torch.nn.Module) -> None:
+    """Give all agents rank 0's tensors of a module; other entries of its state are each agent's own."""
+    state = module.state_dict()
+    broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, 0)
 
 
 def evaluate_first(optimizer: DecentralizedOptimizer) -> None:

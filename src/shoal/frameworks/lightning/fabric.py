@@ -14,7 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from ...errors import ShoalError
 from ...ops.arguments import Internal
-from ...ops.objects import broadcast_object, broadcast_parameters
+from ...ops.objects import broadcast_object
 from ...optim.checkpoints.checkpoint import Checkpoint
 from ...optim.checkpoints.states import RandomState
 from ...optim.mean_model import consensus
@@ -24,7 +24,7 @@ from ...runtime.bootstrap import init
 from ...runtime.queries import is_initialized, size
 from ..requirements import check_agent
 from . import collectives
-from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, one_peer_at_a_time
+from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, broadcast_weights, one_peer_at_a_time
 from .checkpoints import KEPT, KEY, StateHolder, check_one_path, folder_of, warn
 
 
@@ -63,8 +63,7 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """The unwrapped module, with rank 0's weights."""
-        state = module.state_dict()
-        broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, 0)
+        broadcast_weights(module)
         self._modules.append(module)
         return module
 

@@ -14,7 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from ...errors import ShoalError
-from ...ops.objects import broadcast_parameters
 from ...optim.checkpoints.states import RandomState
 from ...optim.optimizer import DecentralizedOptimizer
 from ...runtime.agent import current
@@ -22,7 +21,14 @@ from ...runtime.bootstrap import init
 from ...runtime.queries import is_initialized, machine_size
 from ..requirements import check_agent
 from . import checkpoints, collectives, validation
-from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, evaluate_first, one_peer_at_a_time
+from .base_strategy import (
+    BaseStrategy,
+    ShoalEnvironment,
+    Wrapper,
+    broadcast_weights,
+    evaluate_first,
+    one_peer_at_a_time,
+)
 from .callbacks import MeanModel, SameNumbers
 
 T = TypeVar("T")
@@ -127,8 +133,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """As Lightning's, decentralized; schedulers keep working because both optimizers share ``param_groups``."""
         if not self._own_loaded:
-            state = self.lightning_module.state_dict()
-            broadcast_parameters({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}, 0)
+            broadcast_weights(self.lightning_module)
         super().setup_optimizers(trainer)
         self.optimizers = [self._made_decentralized(optimizer, trainer) for optimizer in self.optimizers]
 
@@ -188,27 +193,6 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
 
     # The mean model, for evaluation and for checkpoints' files
 
-    def on_validation_start(self) -> None:
-        self._put_in_place()
-
-    def on_validation_end(self) -> None:
-        self._put_back()
-
-    def on_test_start(self) -> None:
-        self._put_in_place()
-
-    def on_test_end(self) -> None:
-        self._put_back()
-
-    def on_predict_start(self) -> None:
-        self._put_in_place()
-
-    def on_predict_end(self) -> None:
-        self._put_back()
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._put_back()
-
     def _put_in_place(self) -> None:
         assert self._mean is not None
         self._mean.put_in_place()
@@ -216,6 +200,12 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
     def _put_back(self) -> None:
         if self._mean is not None:
             self._mean.put_back()
+
+    on_validation_start = on_test_start = on_predict_start = _put_in_place
+    on_validation_end = on_test_end = on_predict_end = _put_back
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._put_back()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The mean model's. All agents call it, as they save."""

@@ -52,17 +52,17 @@ def _leave_uncompiled() -> None:
 
 
 class GradientListener(Protocol):
-    def came(self, param: torch.Tensor) -> None: ...
+    def on_gradient(self, param: torch.Tensor) -> None: ...
 
 
 def add_gradient_listener(param: torch.nn.Parameter, listener: GradientListener) -> RemovableHandle:
-    """Call ``listener.came(param)`` when a backward pass has left its gradient, for as long as the listener lives."""
+    """Call ``listener.on_gradient(param)`` when a backward pass has left its gradient, while the listener lives."""
     reference = weakref.ref(listener)
 
     def tell(param: torch.Tensor) -> None:
         alive = reference()
         if alive is not None:
-            alive.came(param)
+            alive.on_gradient(param)
 
     register: Callable[[Any], RemovableHandle] = param.register_post_accumulate_grad_hook
     return register(tell)
@@ -129,7 +129,7 @@ class BucketGradients:
         self._missing, self._armed = {}, False
         return found
 
-    def came(self, param: torch.Tensor) -> None:
+    def on_gradient(self, param: torch.Tensor) -> None:
         """Called by a hook: a parameter has its gradient.
 
         An error is kept for the step, or for the next forward pass. If a hook raised during a backward pass, torch
@@ -226,7 +226,7 @@ class BackwardCounter:
         if exchanged:
             self._before = 0
 
-    def came(self, param: torch.Tensor) -> None:
+    def on_gradient(self, param: torch.Tensor) -> None:
         """A hook's word that a parameter has its gradient."""
         # A closure may run any number of passes, and not as many on each agent. Counted, they would move the exchange
         # to another step on this agent.

@@ -93,9 +93,9 @@ class WindowExchange(BucketExchange, ABC):
         barrier(f"{self._name}.settled")
         self.prepare()
         self._take_all(self._windows_of_buckets())
-        self._count_anew()
+        self._restart_count()
 
-    def _count_anew(self) -> None:
+    def _restart_count(self) -> None:
         """All agents are at the same place, whatever rounds they have made until then."""
         self._counted_from = self.rounds
         if self._declarations is not None:

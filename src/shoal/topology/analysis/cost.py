@@ -14,7 +14,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from .._edges import Ranks
+from .._edges import Ranks, distinct
 from .._validate import check_size
 from ..schedule import AnyTopology
 from .span import RoundMap, Span
@@ -188,8 +188,7 @@ def _count(round: RoundMap, local: int) -> _Counts:
 
 def _pairs(source: Ranks, destination: Ranks, size: int) -> tuple[Ranks, Ranks]:
     """The two agents of each pair that exchanges, once."""
-    keys = np.sort(np.minimum(source, destination) * size + np.maximum(source, destination))
-    keys = keys[np.r_[True, keys[1:] != keys[:-1]]]
+    keys = distinct(np.minimum(source, destination) * size + np.maximum(source, destination))
     return keys // size, keys % size
 
 

@@ -17,7 +17,7 @@ from math import inf, log2, sqrt
 
 import numpy as np
 
-from .._validate import as_int, check_size
+from .._validate import check_round, check_size
 from ..schedule import AnyTopology
 from .span import DENSE_LIMIT, Span, Vector
 from .symmetry import Invariance, find_invariance
@@ -65,7 +65,7 @@ def spectral_gap(topology: AnyTopology, round: int = 0) -> Estimate:
     Raises:
         ValueError: a round of more than :data:`~shoal.topology.analysis.span.EDGE_LIMIT` edges.
     """
-    return gap_of(Span(topology, 1, _check_round(round)))
+    return gap_of(Span(topology, 1, check_round(round)))
 
 
 def gap_over_period(topology: AnyTopology, rounds: int | None = None) -> Estimate:
@@ -100,7 +100,7 @@ def smallest_eigenvalue(topology: AnyTopology, round: int = 0) -> Estimate:
     Raises:
         ValueError: W is not symmetric, so that its eigenvalues need not be real; or too many edges.
     """
-    return smallest_of(Span(topology, 1, _check_round(round)))
+    return smallest_of(Span(topology, 1, check_round(round)))
 
 
 def gap_of(span: Span, invariance: Invariance | None = None) -> Estimate:
@@ -130,13 +130,6 @@ def smallest_of(span: Span, invariance: Invariance | None = None) -> Estimate:
         return Estimate(float(np.linalg.eigvalsh(span.matrix())[0]), 4 * _EPS * span.size, "dense")
     value, error = largest_eigenvalue(lambda x: -span.apply(x), span.size, span.edges)
     return Estimate(-value, error, "iterative")
-
-
-def _check_round(round: int) -> int:
-    checked = as_int(round, "round")
-    if checked < 0:
-        raise ValueError(f"round {checked} is negative. Rounds count from 0.")
-    return checked
 
 
 def fourier_error(span: Span) -> float:

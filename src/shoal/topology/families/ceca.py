@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._edges import Edges, Ranks, one_peer
-from .._validate import check_size
+from .._validate import check_round, check_size
 from ..schedule import EdgeSchedule
 from .one_peer import odd
 
@@ -111,7 +111,7 @@ class _Ceca(EdgeSchedule):
         """
         if not self.steps:
             return np.eye(2)
-        round = self._check_round(round) % len(self.steps)
+        round = check_round(round) % len(self.steps)
         step = self.steps[round]
         received = np.eye(self.size)[self.sources(round)]
         sent = np.concatenate([received, 0 * received] if step.doubles_up else [0 * received, received], axis=1)

@@ -11,7 +11,7 @@ Learning", arXiv:2104.07365.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations
 
 import networkx as nx
@@ -67,7 +67,8 @@ def label_cliques(labels: ArrayLike, clique_size: int = 10, seed: int = 0, tries
     """Cliques whose labels are distributed nearly like all agents': greedy swaps, as in the paper's algorithm 2.
 
     From random cliques on, two of them are drawn, and of all exchanges of one agent for another between the two the
-    best is made, if it lowers the sum of their :func:`skew` (the paper makes any that does).
+    best is made, if it lowers the sum of their skews (the paper makes any that does). The skew of a clique is the sum
+    over labels of ``|p_C - p|``, where p_C is its distribution of labels and p that of all agents.
 
     Args:
         labels: how many examples of each label an agent has, [n, labels], not negative, and at least one for every
@@ -89,12 +90,6 @@ def label_cliques(labels: ArrayLike, clique_size: int = 10, seed: int = 0, tries
         first, second = (cliques[index] for index in permutation(len(cliques), seed, attempt)[:2])
         _swap_best(first, second, shares, everybody)
     return [sorted(clique.tolist()) for clique in cliques]
-
-
-def skew(labels: ArrayLike, clique: Sequence[int]) -> float:
-    """How far a clique's distribution of labels is from the global one: the sum over labels of |p_C - p|, 0 to 2."""
-    shares = _as_shares(labels)
-    return float(np.abs(shares[list(clique)].mean(axis=0) - shares.mean(axis=0)).sum())
 
 
 def _swap_best(

@@ -13,7 +13,7 @@ from math import gcd, lcm
 import numpy as np
 
 from .._edges import Edges, one_peer
-from .._validate import check_size
+from .._validate import check_round, check_size
 from ..mixing import Mixing
 from ..schedule import EdgeSchedule, Schedule
 
@@ -134,7 +134,7 @@ class Alternating(Schedule):
 
     def _at_round(self, round: int) -> tuple[Schedule, int]:
         """The schedule that a round belongs to, and which of its own rounds it is."""
-        number, index = divmod(self._check_round(round), len(self.schedules))
+        number, index = divmod(check_round(round), len(self.schedules))
         return self.schedules[index], number
 
     def describe(self) -> str:
@@ -179,7 +179,7 @@ class EveryH(Schedule):
 
     def _at_round(self, round: int) -> tuple[Schedule, int]:
         """The schedule that a round belongs to, and which of its own rounds it is."""
-        block, place = divmod(self._check_round(round), self.every)
+        block, place = divmod(check_round(round), self.every)
         if place == self.every - 1:
             return self.rarely, block
         return self.often, block * (self.every - 1) + place

@@ -74,10 +74,7 @@ def RingGraph(size: int, connect_style: int = 0) -> nx.DiGraph:
         connect_style: 0 for both directions, 1 to send to the left only (i to i - 1), 2 to the right only (i to i + 1).
     """
     size = check_size(size)
-    style = as_int(connect_style, "connect_style")
-    if style not in (0, 1, 2):
-        raise ValueError(f"connect_style is {style}. Pass 0 for both directions, 1 for left only, 2 for right only.")
-    return _circulant(size, ((-1, 1), (-1,), (1,))[style])
+    return _circulant(size, RING_HOPS[check_style(connect_style)])
 
 
 def StarGraph(size: int, center_rank: int = 0) -> nx.DiGraph:
@@ -189,6 +186,18 @@ def check_shape(shape: tuple[int, int], size: int) -> tuple[int, int]:
             f"Pass a shape with product {size}, such as {closest}, or leave it out."
         )
     return rows, columns
+
+
+RING_HOPS = ((-1, 1), (-1,), (1,))
+"""The hops of a ring, by its ``connect_style``."""
+
+
+def check_style(connect_style: int) -> int:
+    """The ``connect_style`` of a ring: 0 for both directions, 1 for the left only, 2 for the right only."""
+    style = as_int(connect_style, "connect_style")
+    if style not in (0, 1, 2):
+        raise ValueError(f"connect_style is {style}. Pass 0 for both directions, 1 for left only, 2 for right only.")
+    return style
 
 
 def check_base(base: int) -> int:

@@ -119,7 +119,7 @@ def best_alpha(matchings: tuple[Pairs, ...], probabilities: Array, size: int) ->
         expected = off_consensus - 2 * alpha * mean + alpha**2 * (mean @ mean + variance)
         return float(np.linalg.eigvalsh(expected)[-1])
 
-    alpha = _minimise(contraction, 0.0, 1.0 / float(np.linalg.eigvalsh(mean)[1]))
+    alpha = _minimise(contraction, 1.0 / float(np.linalg.eigvalsh(mean)[1]))
     return alpha, contraction(alpha)
 
 
@@ -193,8 +193,9 @@ def _project(point: Array, total: float) -> Array:
     return np.clip(point - high, 0.0, 1.0)
 
 
-def _minimise(function: Callable[[float], float], low: float, high: float) -> float:
-    """The minimum of a convex function, by golden sections: to 1e-8 of the interval, with one value for each."""
+def _minimise(function: Callable[[float], float], high: float) -> float:
+    """Where a convex function is least between 0 and `high`, by golden sections: to 1e-8 of the interval."""
+    low = 0.0
     keep = (sqrt(5) - 1) / 2
     left, right = high - keep * (high - low), low + keep * (high - low)
     at_left, at_right = function(left), function(right)

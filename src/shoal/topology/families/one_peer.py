@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import _random
 from .._edges import Edges, Ranks, assemble, one_peer
-from .._validate import check_size
+from .._validate import check_round, check_size
 from ..schedule import EdgeSchedule, Schedule
 from .base_graph import BaseGraph
 from .graphs import check_shape, closest_factors
@@ -55,7 +55,7 @@ class OnePeerExponential(OnePeer):
         return sources
 
     def hop_shares(self, round: int) -> dict[int, float]:
-        hop = 2 ** (self._check_round(round) % self.period)
+        hop = 2 ** (check_round(round) % self.period)
         return {0: 0.5, hop: 0.5} if hop < self.size else {0: 1.0}
 
     def describe(self) -> str:

@@ -88,19 +88,9 @@ def matcha(size: int, budget: float = 0.5, seed: int = 0) -> Matcha:
 
 
 _STATIC = (
+    Topology("ring", ring, "exchange with the agent on each side", _LIAN_2017, symmetric=True),
     Topology(
-        "ring",
-        ring,
-        "exchange with the agent on each side",
-        _LIAN_2017,
-        symmetric=True,
-    ),
-    Topology(
-        "chain",
-        ChainGraph,
-        "a ring that is open at one place",
-        "Vogels et al. 2021, arXiv:2110.04175",
-        symmetric=True,
+        "chain", ChainGraph, "a ring that is open at one place", "Vogels et al. 2021, arXiv:2110.04175", symmetric=True
     ),
     Topology(
         "binary-tree",
@@ -116,20 +106,8 @@ _STATIC = (
         "networkx, breadth first",
         symmetric=True,
     ),
-    Topology(
-        "star",
-        StarGraph,
-        "one agent in the middle exchanges with all",
-        _BLUEFOG,
-        symmetric=True,
-    ),
-    Topology(
-        "grid",
-        MeshGrid2DGraph,
-        "rows and columns with a border",
-        _BLUEFOG,
-        symmetric=True,
-    ),
+    Topology("star", StarGraph, "one agent in the middle exchanges with all", _BLUEFOG, symmetric=True),
+    Topology("grid", MeshGrid2DGraph, "rows and columns with a border", _BLUEFOG, symmetric=True),
     Topology(
         "torus",
         Torus,
@@ -146,12 +124,7 @@ _STATIC = (
         symmetric=True,
         refuses=not_a_power_of_two,
     ),
-    Topology(
-        "exponential",
-        exponential,
-        "send to those 1, 2, 4, 8, ... ranks ahead",
-        _EXPONENTIAL,
-    ),
+    Topology("exponential", exponential, "send to those 1, 2, 4, 8, ... ranks ahead", _EXPONENTIAL),
     Topology(
         "symmetric-exponential",
         symmetric_exponential,
@@ -159,19 +132,8 @@ _STATIC = (
         _BLUEFOG,
         symmetric=True,
     ),
-    Topology(
-        "d-equi-static",
-        DEquiStatic,
-        "the mean of a few random shifts",
-        _EQUITOPO,
-    ),
-    Topology(
-        "u-equi-static",
-        UEquiStatic,
-        "the mean of a few random shifts, both ways",
-        _EQUITOPO,
-        symmetric=True,
-    ),
+    Topology("d-equi-static", DEquiStatic, "the mean of a few random shifts", _EQUITOPO),
+    Topology("u-equi-static", UEquiStatic, "the mean of a few random shifts, both ways", _EQUITOPO, symmetric=True),
     Topology(
         "small-world",
         SmallWorldGraph,
@@ -186,22 +148,8 @@ _STATIC = (
         "Bellet et al. 2021, arXiv:2104.07365",
         symmetric=True,
     ),
-    Topology(
-        "fully-connected",
-        FullyConnectedGraph,
-        "exchange with everybody",
-        _BLUEFOG,
-        symmetric=True,
-        exact=True,
-    ),
-    Topology(
-        "all-reduce",
-        AllReduce,
-        "the mean of all, by an all-reduce",
-        _RING_STAR,
-        symmetric=True,
-        exact=True,
-    ),
+    Topology("fully-connected", FullyConnectedGraph, "exchange with everybody", _BLUEFOG, symmetric=True, exact=True),
+    Topology("all-reduce", AllReduce, "the mean of all, by an all-reduce", _RING_STAR, symmetric=True, exact=True),
 )
 
 _ONE_PEER = (
@@ -221,11 +169,7 @@ _ONE_PEER = (
         refuses=not_a_power_of_two,
     ),
     Topology(
-        "one-peer-grid",
-        OnePeerGrid,
-        "to one neighbour on a grid after the other, for push-sum",
-        _BLUEFOG,
-        doubly=False,
+        "one-peer-grid", OnePeerGrid, "to one neighbour on a grid after the other, for push-sum", _BLUEFOG, doubly=False
     ),
     Topology(
         "shift-one",
@@ -250,33 +194,10 @@ _ONE_PEER = (
         symmetric=True,
         refuses=odd,
     ),
-    Topology(
-        "od-equi-dyn",
-        ODEquiDyn,
-        "to the one a random number of ranks ahead",
-        _EQUITOPO,
-    ),
-    Topology(
-        "ou-equi-dyn",
-        OUEquiDyn,
-        "in pairs a random number of ranks apart",
-        _EQUITOPO,
-        symmetric=True,
-    ),
-    Topology(
-        "ceca",
-        Ceca,
-        "exact in ceil(log2 n) rounds with a second buffer, any number",
-        _CECA,
-    ),
-    Topology(
-        "ceca-pairs",
-        CecaPairs,
-        "the same in pairs, for an even number",
-        _CECA,
-        symmetric=True,
-        refuses=odd,
-    ),
+    Topology("od-equi-dyn", ODEquiDyn, "to the one a random number of ranks ahead", _EQUITOPO),
+    Topology("ou-equi-dyn", OUEquiDyn, "in pairs a random number of ranks apart", _EQUITOPO, symmetric=True),
+    Topology("ceca", Ceca, "exact in ceil(log2 n) rounds with a second buffer, any number", _CECA),
+    Topology("ceca-pairs", CecaPairs, "the same in pairs, for an even number", _CECA, symmetric=True, refuses=odd),
 )
 
 _FINITE = (
@@ -297,38 +218,10 @@ _FINITE = (
         symmetric=True,
         exact=True,
     ),
-    Topology(
-        "base-2",
-        base(1),
-        "up to 1 peer a round, exact for any number",
-        _BASE,
-        symmetric=True,
-        exact=True,
-    ),
-    Topology(
-        "base-3",
-        base(2),
-        "up to 2 peers a round, exact for any number",
-        _BASE,
-        symmetric=True,
-        exact=True,
-    ),
-    Topology(
-        "base-4",
-        base(3),
-        "up to 3 peers a round, exact for any number",
-        _BASE,
-        symmetric=True,
-        exact=True,
-    ),
-    Topology(
-        "base-5",
-        base(4),
-        "up to 4 peers a round, exact for any number",
-        _BASE,
-        symmetric=True,
-        exact=True,
-    ),
+    Topology("base-2", base(1), "up to 1 peer a round, exact for any number", _BASE, symmetric=True, exact=True),
+    Topology("base-3", base(2), "up to 2 peers a round, exact for any number", _BASE, symmetric=True, exact=True),
+    Topology("base-4", base(3), "up to 3 peers a round, exact for any number", _BASE, symmetric=True, exact=True),
+    Topology("base-5", base(4), "up to 4 peers a round, exact for any number", _BASE, symmetric=True, exact=True),
     Topology(
         "matcha",
         matcha,

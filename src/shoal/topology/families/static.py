@@ -15,7 +15,7 @@ import numpy as np
 from .._edges import Edges, assemble, circulant
 from .._validate import as_int, as_weight, check_size
 from ..schedule import EdgeSchedule
-from .graphs import check_base, check_shape, closest_factors, powers_below
+from .graphs import RING_HOPS, check_base, check_shape, check_style, closest_factors, powers_below
 from .one_peer import not_a_power_of_two
 
 
@@ -54,11 +54,9 @@ class Circulant(EdgeSchedule):
 
 def ring(size: int, connect_style: int = 0) -> Circulant:
     """As :func:`~shoal.topology.RingGraph`: 0 for both directions, 1 to send to the left only, 2 to the right only."""
-    style = as_int(connect_style, "connect_style")
-    if style not in (0, 1, 2):
-        raise ValueError(f"connect_style is {style}. Pass 0 for both directions, 1 for left only, 2 for right only.")
+    style = check_style(connect_style)
     direction = ("", " to the left", " to the right")[style]
-    return Circulant(size, ((-1, 1), (-1,), (1,))[style], f"ring{direction} of {size} agents")
+    return Circulant(size, RING_HOPS[style], f"ring{direction} of {size} agents")
 
 
 def exponential(size: int, base: int = 2) -> Circulant:
