@@ -66,7 +66,7 @@ class BackendStages:
         for message in stage.arrived.values():
             # The backend has written the tensors itself: no link marks them as arrived, and a sum would wait for that.
             if message.payload is not None:
-                message.payload.is_complete()
+                message.payload.mark_complete()
         # The operation may have failed or left the stage during the transfer. Resumed, it would skip its current stage.
         if operation.error is None and operation.stage is stage:
             self._go_on(operation, stage)

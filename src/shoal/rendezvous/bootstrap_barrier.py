@@ -123,8 +123,8 @@ class BootstrapBarrier:
         """
         if self._launch.rank == 0:
             with contextlib.suppress(RuntimeError):  # a process group's store may not support it, or be gone
-                for who in ("all", *range(self._launch.begins)):
-                    self.store.delete(self._key(f"{key}/{who}"))
+                for source in ("all", *range(self._launch.begins)):
+                    self.store.delete(self._key(f"{key}/{source}"))
 
     @property
     def attempt(self) -> str:

@@ -208,8 +208,8 @@ class _FleetRun:
         with deferred, self._lock:
             if self._failure is not None:
                 return
-            who = "the caller of the fleet" if rank is None else f"agent {rank} of the fleet"
-            lost = PeerLost(f"{who} failed with {type(error).__name__}: {error}", () if rank is None else (rank,))
+            failed = "the caller of the fleet" if rank is None else f"agent {rank} of the fleet"
+            lost = PeerLost(f"{failed} failed with {type(error).__name__}: {error}", () if rank is None else (rank,))
             self._failure, self._why = error, f"its fleet ended: {lost}"
             inside = list(self._inside)
         self._ended.set()
