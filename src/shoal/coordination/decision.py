@@ -14,7 +14,7 @@ from typing import Any
 
 from ..operations.control_messages import parsed_ranks
 from ..operations.membership import Ranks
-from .request import ALL, CallSignature, RequestKey, TransferRequest, parsed_request
+from .request import RequestKey, TransferRequest, parsed_request
 
 _SHOWN = 8
 """Ranks that an error lists of each side."""
@@ -192,15 +192,6 @@ def decision_of(data: Any, size: int) -> Decision:
             found.append(Response(parsed_request(item[0], size), parsed_ranks(item[1], size)))
         else:
             name, stage, round_, ranks, text, concerned = item
-            key = TransferRequest(CallSignature(RequestKey(str(name), stage, ALL), ""), round_)
-            found.append(
-                Refusal(
-                    key.key.name,
-                    key.key.stage,
-                    key.round,
-                    parsed_ranks(ranks, size),
-                    str(text),
-                    parsed_ranks(concerned, size),
-                )
-            )
+            of = parsed_ranks(ranks, size), str(text), parsed_ranks(concerned, size)
+            found.append(Refusal(str(name), stage, round_, *of))
     return found

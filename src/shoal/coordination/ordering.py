@@ -28,7 +28,7 @@ from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import Plan, Ranks
 from ..operations.operation import Operation
-from ..operations.services import MinimalService
+from ..operations.services import Service
 from ..operations.stage import Stage, Steps
 from ..transport.collective_plan import CollectivePlan, Step
 from ..transport.link import Lease
@@ -66,7 +66,7 @@ class OrderingCounters:
     moved: int = 0
 
 
-class CollectiveOrdering(MinimalService):
+class CollectiveOrdering(Service):
     """The :class:`~shoal.operations.backend_stages.CollectiveBackend` of one agent that moves tensors by process
     groups."""
 

@@ -1,7 +1,8 @@
 """A request to transfer the tensors of one stage of an operation, once all its members have requested it.
 
 A request does not describe the tensors. By then the two agents of each edge have compared them, message by message
-(``operations/matching.py``). ``what`` holds the properties that all must agree on and no message compares.
+(``operations/matching.py``). The ``properties`` of a call are those that all must agree on
+and no message compares.
 
 An agent keeps its own requests as ``PendingRequest`` until their tensors have been transferred.
 """

@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import PeerLost
 from ..operations.control_messages import read_json
 from ..operations.membership import View
-from ..operations.services import MinimalService
+from ..operations.services import Service
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
 from ..transport.link import NullReceiver
@@ -43,7 +43,7 @@ _SHIFT = 32
 """The shift of the partition's size in an answer, whose lower bits are its lowest rank; 0 means no information."""
 
 
-class PartitionResolver(MinimalService):
+class PartitionResolver(Service):
     """The partition resolver of one agent. Used under the engine's lock."""
 
     def __init__(
@@ -141,7 +141,7 @@ class PartitionResolver(MinimalService):
         """The size and lowest rank of this agent's partition, for a prober that it counts as lost; otherwise 0."""
         alive = self._membership.view.alive
         # A process whose rank was restarted since is no member, although its rank is one.
-        is_with_it = rank in alive and incarnation >= self._router.place_of(rank).incarnation
+        is_with_it = rank in alive and incarnation >= self._router.places[rank].incarnation
         # During an agreement this partition may still lose agents, or stop as the minority: no other must yield to it.
         if is_with_it or self._gate.paused or not self._is_running:
             return 0

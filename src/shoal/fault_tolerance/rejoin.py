@@ -23,7 +23,7 @@ from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
 from ..operations.control_messages import parsed_counts, parsed_ranks, read_json
 from ..operations.membership import NOT_YET, Plan
 from ..operations.operation import Operation
-from ..operations.services import MinimalService
+from ..operations.services import Service
 from ..operations.shared_parts import SharedParts
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.pending_peers import ENTRY
@@ -70,7 +70,7 @@ def _checked(kind: type[T], data: Mapping[str, Any]) -> T:
     return kind(**data)
 
 
-class Rejoin(MinimalService):
+class Rejoin(Service):
     """One agent's part in admissions, as a member or as the joining agent. Used under the engine's lock.
 
     Attributes:
@@ -132,10 +132,6 @@ class Rejoin(MinimalService):
         """
         operation.on_end = self._admit
 
-    def begun(self) -> dict[str, int]:
-        """The number of rounds that this agent has begun, by name."""
-        return self._matcher.all_begun()
-
     def _admit(self, found: tuple[Mapping[int, JoiningPeer], dict[str, int]]) -> None:
         joining_peers, begun = found
         if not joining_peers:
@@ -181,7 +177,7 @@ class Rejoin(MinimalService):
         self._agreement.stand_alone()
         # The launcher counts no agent with this marker as a survivor that could admit others.
         self._sign.show()
-        self._router.begin_pending()
+        self._router.is_joining = True
 
     def ask(self) -> None:
         """Request admission from all agents. Agents that have ended do not answer."""
@@ -292,7 +288,7 @@ class Rejoin(MinimalService):
         if len(everybody) != self._size or self._rank in plan.gone:
             raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
         self._sign.hide()
-        self._router.end_pending()
+        self._router.is_joining = False
         # Before the buffered messages are delivered: these name rounds of the job, not of this agent in isolation.
         self._matcher.begin_at(begun)
         for rank, peer in enumerate(everybody):

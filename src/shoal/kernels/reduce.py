@@ -16,7 +16,8 @@ from .native import sums as native
 from .weighted_sum import BLOCK, FLOATS, HALF, check_alike, divide, overlap, real, wide_of
 
 INPUTS_OF_A_PROGRAM = 16
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+Step = Callable[..., object]
+"""Reduces two tensors into ``out``."""
 
 
 def _multiply(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
@@ -34,24 +35,12 @@ def _multiply(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> N
     c[..., 0] = real_part
 
 
-def _add(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-    torch.add(first, second, out=out)
-
-
-def _minimum(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-    torch.minimum(first, second, out=out)
-
-
-def _maximum(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-    torch.maximum(first, second, out=out)
-
-
 _REDUCE: dict[str, Step] = {
-    "sum": _add,
-    "average": _add,
+    "sum": torch.add,
+    "average": torch.add,
     "product": _multiply,
-    "min": _minimum,
-    "max": _maximum,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
 REDUCTIONS = tuple(_REDUCE)
 
@@ -91,7 +80,7 @@ def _combine_torch(how: str, parts: Sequence[Sequence[int]], out: torch.Tensor, 
     for part in others:
         reduction = torch.empty_like(total)
         _fold(part, step, reduction)
-        step(total, reduction, total)
+        step(total, reduction, out=total)
     if how == "average":
         if total.is_floating_point():
             divide(total, len(inputs), total)
@@ -108,10 +97,10 @@ def _fold(terms: Sequence[torch.Tensor], step: Step, out: torch.Tensor) -> None:
         out.copy_(terms[0])
         rest = terms[1:]
     else:
-        step(terms[0], terms[1], out)
+        step(terms[0], terms[1], out=out)
         rest = terms[2:]
     for term in rest:
-        step(out, term.float() if wide else term, out)
+        step(out, term.float() if wide else term, out=out)
 
 
 def reduce(

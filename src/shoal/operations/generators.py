@@ -1,14 +1,18 @@
-"""The generators of operations: how they are dropped, and how they wait for a future."""
+"""The generators of operations: how they run, are dropped, and wait for a future."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
+from typing import Any
 
+from .. import clock
+from .events import LONG_NS, Events
 from .operation import Operation
+from .profiling import profiler, span
 from .progress import Progress
-from .stage import Future
+from .stage import Arrived, Future, Steps, Yields
 
 
 def is_suspended(operation: Operation) -> bool:
@@ -23,6 +27,39 @@ def drop_generator(operation: Operation) -> None:
     crashed in this case. The thread that runs a generator holds a reference, so only an idle generator ends here.
     """
     operation.generator = None
+
+
+def run_generator(
+    operation: Operation, generator: Steps[Any], arrived: Arrived | None, events: Events
+) -> tuple[Yields | None, Any, BaseException | None]:
+    """Run an operation's generator until it yields, returns, or raises. It computes, so the caller holds no lock.
+
+    Args:
+        arrived: The messages of its stage; None to begin.
+        events: Receives the time of a sum, and of a long preparation.
+
+    Returns:
+        The yielded item, or None with the result or the error.
+    """
+    start = clock.perf_counter_ns() if events.active else 0
+    item: Yields | None = None
+    result, error = None, None
+    try:
+        if arrived is None:
+            item = next(generator)
+        elif profiler._is_profiler_enabled:
+            with span(operation.op, operation.name, "sum"):
+                item = generator.send(arrived)
+        else:
+            item = generator.send(arrived)
+    except StopIteration as stop:
+        result = stop.value
+    except BaseException as caught:
+        error = caught
+    if start and (arrived is not None or clock.perf_counter_ns() - start > LONG_NS):
+        kind = "prepared" if arrived is None else "summed"
+        events.emit(kind, operation.op, operation.name, operation.round, start)
+    return item, result, error
 
 
 class FutureWaiter:

@@ -21,12 +21,10 @@ from ..errors import Mismatch, ShoalError
 from ..transport.wire import Message, Where
 from .backend_stages import BackendStages
 from .deferred_callbacks import Callbacks
-from .events import LONG_NS
-from .generators import FutureWaiter, drop_generator, is_suspended
+from .generators import FutureWaiter, drop_generator, is_suspended, run_generator
 from .matching import Channel, disagreement, unexpected
 from .membership import WHOLE, Plan
 from .operation import FailurePolicy, FusionSpec, Handle, HandleDriver, Operation, Recovery, describe
-from .profiling import profiler, span
 from .progress import AFTER_SMALL
 from .publishing import Publisher
 from .shared_parts import SharedParts
@@ -194,24 +192,7 @@ class Lifecycle:
         generator = operation.generator
         if generator is None:  # it has failed since
             return
-        start = clock.perf_counter_ns() if self._events.active else 0
-        item: Yields | None = None
-        result, error = None, None
-        try:
-            if arrived is None:
-                item = next(generator)
-            elif profiler._is_profiler_enabled:
-                with span(operation.op, operation.name, "sum"):
-                    item = generator.send(arrived)
-            else:
-                item = generator.send(arrived)
-        except StopIteration as stop:
-            result = stop.value
-        except BaseException as caught:
-            error = caught
-        if start and (arrived is not None or clock.perf_counter_ns() - start > LONG_NS):
-            kind = "prepared" if arrived is None else "summed"
-            self._events.emit(kind, operation.op, operation.name, operation.round, start)
+        item, result, error = run_generator(operation, generator, arrived, self._events)
         try:
             with self._lock:
                 if operation.generator is generator:

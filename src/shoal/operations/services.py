@@ -2,66 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from ..transport.wire import Message
 from .control_messages import Bodies
 
 
-class Service(Protocol):
-    """A handler of messages under one prefix. Called under the engine's lock, except :meth:`close`."""
+class Service(ABC):
+    """A handler of messages under one prefix, by default without resources.
 
+    Called under the engine's lock, except :meth:`close`.
+    """
+
+    @abstractmethod
     def serve(self, source: int, message: Message) -> None:
         """Handle a control message, or the first one of an operation, whose name begins with this service's prefix."""
 
     @property
     def cause(self) -> int | None:
         """The rank whose loss is the cause if this agent shuts down now; None if there is none."""
+        return None
 
-    def on_departure(self, rank: int, because: int | None) -> None:
+    def on_departure(self, rank: int, because: int | None) -> None:  # noqa: B027 - optional
         """Handle the loss of an agent; ``because``: another lost agent that is its cause, if known."""
 
     def check(self, now: float) -> float:
         """Do the work that is due. Returns when to check again."""
+        return float("inf")
 
     def descriptors(self) -> list[int]:
         """The file descriptors that a forked child must close."""
+        return []
 
     def holds_topology(self) -> list[str]:
         """The names of the objects that depend on the current topology."""
+        return []
 
     def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
         """The calls without an operation in which threads of this agent may wait. Called from any thread.
 
         Each has a description, the ranks, and the time since when it waits (``clock.monotonic()``).
         """
+        return []
 
-    def close(self, deadline: float) -> None:
+    def close(self, deadline: float) -> None:  # noqa: B027 - optional
         """End all work by the deadline. Called without the lock."""
-
-
-class MinimalService(Service):
-    """A service without resources: the optional methods do nothing."""
-
-    @property
-    def cause(self) -> int | None:
-        return None
-
-    def on_departure(self, rank: int, because: int | None) -> None: ...
-
-    def check(self, now: float) -> float:
-        return float("inf")
-
-    def descriptors(self) -> list[int]:
-        return []
-
-    def holds_topology(self) -> list[str]:
-        return []
-
-    def calls_that_wait(self) -> list[tuple[str, list[int], float]]:
-        return []
-
-    def close(self, deadline: float) -> None: ...
 
 
 class Services:

@@ -162,11 +162,8 @@ def _begin(
 ) -> Handle[torch.Tensor]:
     """Start the average that the arguments of a call describe; see :func:`neighbor_allreduce`."""
     agent = current(OP)
-    if isinstance(self_weight, str):
-        self_weight, name = split_name(OP, self_weight, name)
-    mixing, form = None, "static"
-    if not (self_weight is None and src_weights is None and dst_weights is None):
-        mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
+    self_weight, name = split_name(OP, self_weight, name)
+    mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
     return submit(
         agent,
         tensor,
@@ -180,7 +177,7 @@ def _begin(
         robust=robust,
         encoded=None if compression is None else encoded_by_call(OP, tensor, compression, agent.rank),
         everybody=False,
-        members=ALL if group is None else caller_group(OP, group, agent),
+        members=caller_group(OP, group, agent),
     )
 
 

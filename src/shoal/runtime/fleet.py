@@ -93,7 +93,7 @@ class Fleet:
 
     def _run(self, function: Callable[..., T], args: Any, kwargs: Any, store: ThreadStore) -> list[T]:
         contexts = [
-            AgentContext(_launch(rank, self.size), store, self._transport, self._per_machine)
+            AgentContext(Launch(rank, self.size, "fleet"), store, self._transport, self._per_machine)
             for rank in range(self.size)
         ]
         for context in contexts:
@@ -140,10 +140,6 @@ def _seeds_watched() -> Iterator[None]:
             _watching -= 1
             if not _watching:
                 torch.manual_seed = torch.random.manual_seed = _manual_seed
-
-
-def _launch(rank: int, size: int) -> Launch:
-    return Launch(rank, size, "fleet", None, None, False, 0)
 
 
 _UNRUN = (

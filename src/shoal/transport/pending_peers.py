@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .incoming import Incoming
-from .link import Receiver
+from .link import NullReceiver, Receiver
+from .network_link import goes_on
 from .quotas import Quota, message_cost
-from .wire import Message
+from .wire import Message, ProtocolError
 
 ENTRY = "~entry"
 """The name of messages about entering, which do not wait."""
+CONNECTIONS = 2
+"""The limit from one agent to another: its link, and its replacement if the link was cut during the handshake."""
 
 
-class BufferingReceiver:
-    """The :class:`Receiver` of a connection from an agent that is not admitted."""
+class BufferingReceiver(NullReceiver):
+    """The :class:`Receiver` of a connection from an agent that is not admitted.
+
+    An agent whose connection is cut connects again. The remaining notifications are for outgoing connections.
+    """
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -43,15 +49,6 @@ class BufferingReceiver:
         # that came ahead of it.
         self._closed = (peer, cause, final, certain)
 
-    def on_cut(self, peer: int, cause: str) -> None:
-        """A waiting agent connects again."""
-
-    def on_shut_out(self, peer: int) -> None:
-        """Never called: only outgoing connections are notified."""
-
-    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        """Never called: only outgoing connections receive a shutdown message."""
-
     def open(self) -> None:
         """Deliver the buffered messages in their order."""
         for source, message in self._kept:
@@ -68,7 +65,18 @@ class PendingPeers:
         self._waiting: dict[Incoming, BufferingReceiver] = {}
         self._let_in: list[tuple[Incoming, BufferingReceiver]] = []
 
-    def add(self, connection: Incoming, receiver: Receiver) -> None:
+    def introduce(self, connection: Incoming, receiver: Receiver) -> None:
+        """Buffer the messages of an authenticated connection for ``receiver``.
+
+        Raises:
+            ProtocolError: The agent has too many connections.
+        """
+        waiting = self.of(connection.peer, connection.incarnation)
+        if waiting and goes_on(connection, waiting[0]):
+            self.replace(waiting[0], connection)
+            return
+        if len(waiting) >= CONNECTIONS:
+            raise ProtocolError("it opened one connection more while it waits to be let in")
         self._waiting[connection] = threshold = BufferingReceiver(receiver)
         connection.deliver_to(threshold)
 

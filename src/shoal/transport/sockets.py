@@ -19,16 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import clock
-from .handshake import (
-    HELLO_SIZE,
-    QUESTION,
-    REPLACED,
-    REVERSED,
-    SHUT_OUT,
-    WELCOME_SIZE,
-    Connecting,
-    Keys,
-)
+from .handshake import HELLO_SIZE, QUESTION, REPLACED, REVERSED, SHUT_OUT, WELCOME_SIZE, Connecting, Keys
 from .link import Published, Receiver
 from .message_auth import Seal
 from .poller import READ, WRITE, Poller

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -27,31 +27,16 @@ from ..transport.wire import Kind, Message
 from .locks import Freed
 from .owner_requests import LOCK, UNLOCK, name_of
 from .window_memory import MUTEX, OWN, WriteKind
-from .window_part import WindowPart
+from .window_part import WindowOwner, WindowPart
 
 AGAIN = 0.001
 _HOW = {how.value: how for how in WriteKind}
 
 
-class ServedWindows(Protocol):
-    """The interface to the windows of the agent that requests need."""
-
-    @property
-    def with_p(self) -> bool:
-        """Calls carry the associated weight."""
-
-    @property
-    def cause(self) -> int | None:
-        """The rank whose loss makes this agent free a window now; its own rank if it shuts down with windows open."""
-
-    def find(self, channel: str) -> WindowPart | None:
-        """The window that a message is for."""
-
-
 class Requests:
     """The requests of other agents, under the engine's lock."""
 
-    def __init__(self, owner: ServedWindows, engine: Engine) -> None:
+    def __init__(self, owner: WindowOwner, engine: Engine) -> None:
         self._owner = owner
         self._engine = engine
         self._waiting: deque[tuple[int, Message]] = deque()

@@ -30,7 +30,7 @@ from .window_memory import MUTEX, OWN, SlotState, WindowMemory, WriteKind
 
 
 class WindowOwner(Protocol):
-    """The interface to an agent's windows that one window needs."""
+    """The interface to an agent's windows that one window, and the requests of other agents, need."""
 
     @property
     def engine(self) -> Engine:
@@ -39,6 +39,13 @@ class WindowOwner(Protocol):
     @property
     def with_p(self) -> bool:
         """Calls carry the associated weight."""
+
+    @property
+    def cause(self) -> int | None:
+        """The rank whose loss makes this agent free a window now; its own rank if it shuts down with windows open."""
+
+    def find(self, channel: str) -> WindowPart | None:
+        """The window that a message is for."""
 
     def waiting(self, ranks: Callable[[], Sequence[int]], *call: str) -> AbstractContextManager[None]:
         """Note that the calling thread may have to wait for these ranks; ``call`` names the call, unless an operation
@@ -412,7 +419,7 @@ class WindowPart:
 
     def _lost(self, op: str, problem: str, cause: int | None) -> PeerLost:
         engine = self._engine
-        reason = "" if cause is None else engine.reason_of_loss(cause)
+        reason = "" if cause is None else engine.view.died.get(cause, "")
         if reason and reason not in problem:
             problem += f" ({reason})"
         ranks = () if cause is None else (cause,)
