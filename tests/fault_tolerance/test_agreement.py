@@ -144,7 +144,7 @@ class Simulated:
         self.agreement.react_by(failures)
         self.agreement.activate()
         self.entry = Rejoin(parts, self.membership, self.agreement, nothing)
-        self.entry._sign = nothing  # to a launcher
+        self.entry._marker = nothing  # to a launcher
         if incarnation:
             self.entry.begin_waiting()
         elif net.begins < net.size:

@@ -188,7 +188,7 @@ class Dispatch:
             self._matcher.keep_ask(source, message)
             waiting_for = operation.blocked_on if operation is not None else []
             if waiting_for:
-                self._sender.put_off(source, message, waiting_for)
+                self._sender.send_waits(source, message, waiting_for)
         elif result is MatchResult.NOW and operation is not None and operation.stage is not None:
             self._sender.answer(source, operation, operation.stage, bool(message.flags & HERE))
         elif operation is None or operation.stage is None or not operation.stage.will_send(source, message.stage):

@@ -205,7 +205,7 @@ class Engine(EngineFace):
         if not self.agreement.active:
             on_loss = FailurePolicy.FAIL
         if self.membership.view.is_joining and on_loss is not FailurePolicy.RETRY and op != PLAN:
-            raise self.rejoin.not_in_yet(op)
+            raise self.rejoin.not_joined(op)
         limit = 0.0
         while True:
             with deferred_span(op, name, "submit") if profiler._is_profiler_enabled else deferred:

@@ -34,11 +34,11 @@ from ..operations.membership import WHOLE, Departure, Plan, Ranks
 from ..operations.operation import FailurePolicy, Operation
 from ..operations.services import Service
 from ..operations.shared_parts import SharedParts
-from ..operations.submission_gate import cannot_go_on
+from ..operations.submission_gate import impossible_without
 from ..transport.wire import Message, ProtocolError
 from .loss_reports import Decision, LossReport, parsed_report
 from .membership_states import AgentEvent, MembershipTable
-from .recovery import await_result, conclude, go_on_without, restart
+from .recovery import await_result, complete_without, conclude, restart
 from .result_cache import ResultTransfer
 
 WORD = "~agreement"
@@ -221,7 +221,7 @@ class Agreement(Service):
         if not self.active:
             return
         if report.plan.entered > self._gate.plan.entered:
-            self._let_in_now()
+            self._conclude_admission()
         if report.plan.entered != self._gate.plan.entered:
             return  # its sender has to admit agents first, and will report again
         self._reports[source] = report
@@ -268,9 +268,9 @@ class Agreement(Service):
         self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
         for operation in self._matcher.in_flight():
             self._repair(operation, by_rank)
-        self._hand_on(by_rank)
+        self._send_results(by_rank)
 
-    def _hand_on(self, reports: dict[int, LossReport]) -> None:
+    def _send_results(self, reports: dict[int, LossReport]) -> None:
         """Send cached results to agents without them, if this agent is the first that has the result."""
         for name, round_ in self._results.cache.results:
             keepers = [rank for rank, report in reports.items() if report.keeps(name, round_)]
@@ -282,9 +282,9 @@ class Agreement(Service):
         recovery = operation.recovery
         if recovery is None:
             if not operation.one_sided:
-                self._lifecycle.fail(operation, cannot_go_on(operation, self.gone))
+                self._lifecycle.fail(operation, impossible_without(operation, self.gone))
         elif not operation.restarts:
-            go_on_without(self._lifecycle, operation, self.gone)
+            complete_without(self._lifecycle, operation, self.gone)
         # The reports are equal on all survivors. An agent on which the operation has ended would join no restart.
         elif _all_have_result(operation, reports):
             conclude(self._lifecycle, operation)
@@ -317,7 +317,7 @@ class Agreement(Service):
 
     # Admission
 
-    def _let_in_now(self) -> None:
+    def _conclude_admission(self) -> None:
         """Conclude an admission: its operation has ended on another agent, so all have its result."""
         entered = self._gate.plan.entered
         for operation in self._matcher.in_flight():

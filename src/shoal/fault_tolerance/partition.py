@@ -61,7 +61,7 @@ class PartitionResolver(Service):
         self._sender = parts.sender
         self._gate = gate
         self._agreement = agreement
-        self._asking = PeerProbe(parts.router)
+        self._probe = PeerProbe(parts.router)
         self._due = float("inf")
         self._asked_at = 0.0
         self._turn = parts.rank  # so that agents do not all probe the same one
@@ -95,13 +95,13 @@ class PartitionResolver(Service):
     def _look(self, now: float) -> float:
         beyond = self._larger_beyond()
         if not beyond:
-            self._asking.cancel()
+            self._probe.cancel()
             return float("inf")
-        waits = self._asking.is_pending and now < self._asked_at + PATIENCE
+        waits = self._probe.is_pending and now < self._asked_at + PATIENCE
         if not waits and not self._gate.paused:
             peer = beyond[self._turn % len(beyond)]
             self._turn, self._asked_at = self._turn + 1, now
-            self._asking.ask(peer, partial(self._answered, peer))
+            self._probe.ask(peer, partial(self._answered, peer))
         return now + EVERY
 
     def _larger_beyond(self) -> list[int]:
@@ -157,13 +157,13 @@ class PartitionResolver(Service):
     # As a service
 
     def descriptors(self) -> list[int]:
-        return self._asking.descriptors()
+        return self._probe.descriptors()
 
     def close(self, deadline: float) -> None:
         with self._progress.lock:
             # The shutdown still drives the exchange: a check would open another probe, which nothing would close.
             self._closed = True
-            self._asking.cancel()
+            self._probe.cancel()
 
 
 class PeerProbe:

@@ -88,7 +88,7 @@ class Rejoin(Service):
         self.rejoin_seconds = float("inf")
         self.on_entry: Callable[[], None] = lambda: None
         self._asked: dict[int, JoiningPeer] = {}
-        self._sign = RejoinMarker()
+        self._marker = RejoinMarker()
         self._unreachable: list[int] = []  # all other ranks, if no connection to any can be opened
         self._rank = parts.rank
         self._size = parts.size
@@ -176,7 +176,7 @@ class Rejoin(Service):
         self._membership.stand_alone(self._rank)
         self._agreement.stand_alone()
         # The launcher counts no agent with this marker as a survivor that could admit others.
-        self._sign.show()
+        self._marker.show()
         self._router.is_joining = True
 
     def ask(self) -> None:
@@ -192,14 +192,14 @@ class Rejoin(Service):
             link.post(message)
             link.flush()
 
-    def wait(self, seconds: float, says_so: float) -> None:
+    def wait(self, seconds: float, report_every: float) -> None:
         """Request admission, and wait until the members have admitted this agent. Progress is logged.
 
         Takes the lock itself.
 
         Args:
             seconds: The timeout.
-            says_so: Seconds between log messages.
+            report_every: Seconds between log messages.
 
         Raises:
             PeerLost: The members have ended, or no connection to any of them can be opened.
@@ -211,7 +211,7 @@ class Rejoin(Service):
             self.ask()
             self._router.poller.wake()
         while not progress.drive_until(
-            lambda: not self.is_waiting or bool(self._unreachable), min(limit, clock.monotonic() + says_so)
+            lambda: not self.is_waiting or bool(self._unreachable), min(limit, clock.monotonic() + report_every)
         ):
             deferred.checkpoint()
             if progress.stopped:
@@ -227,20 +227,20 @@ class Rejoin(Service):
                 f"; {problems}" if problems else "",
             )
         if self._unreachable:
-            error = self.nobody_reached()
+            error = self.no_member_reached()
             with progress.lock:  # otherwise shutdown would wait for messages to them
                 for rank in self._unreachable:
                     self._router.drop(rank)
             raise error
         if self.is_joining:
-            raise self.nobody_left()
+            raise self.no_member_left()
 
     def check_joined(self, call: str) -> None:
         """Raise ShoalError for a call while this agent waits to be admitted."""
         if self.is_joining:
-            raise self.not_in_yet(call)
+            raise self.not_joined(call)
 
-    def not_in_yet(self, call: str) -> ShoalError:
+    def not_joined(self, call: str) -> ShoalError:
         return ShoalError(
             f"{call} on rank {self._rank}: this agent came later, and has not entered the run of the others: it does "
             "where it loads its shoal.Checkpoint, which has to come first; see docs/rejoin.md",
@@ -262,7 +262,7 @@ class Rejoin(Service):
             asked,
         )
 
-    def nobody_reached(self) -> PeerLost:
+    def no_member_reached(self) -> PeerLost:
         """The error if no connection to a member can be opened, so that no member knows that this agent waits."""
         return PeerLost(
             f"rank {self._rank} was started later, and none of the others hears that it waits to be let in: "
@@ -271,7 +271,7 @@ class Rejoin(Service):
             self._unreachable,
         )
 
-    def nobody_left(self) -> PeerLost:
+    def no_member_left(self) -> PeerLost:
         """The error if all members have ended before they admitted this agent."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         return PeerLost(
@@ -287,7 +287,7 @@ class Rejoin(Service):
         ended = {int(rank): str(cause)[:1000] for rank, cause in data["ended"].items()}
         if len(everybody) != self._size or self._rank in plan.gone:
             raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
-        self._sign.hide()
+        self._marker.hide()
         self._router.is_joining = False
         # Before the buffered messages are delivered: these name rounds of the job, not of this agent in isolation.
         self._matcher.begin_at(begun)
@@ -347,7 +347,7 @@ class Rejoin(Service):
         return when
 
     def descriptors(self) -> list[int]:
-        return self._sign.descriptors()
+        return self._marker.descriptors()
 
     def close(self, deadline: float) -> None:
-        self._sign.hide()
+        self._marker.hide()

@@ -89,7 +89,7 @@ class BackendStages:
         for rank in sorted(ranks - {self._rank}):
             self._sender.deny(rank, operation, stage.number, failure)
 
-    def go_by_links(self) -> Iterator[Operation]:
+    def redirect_to_links(self) -> Iterator[Operation]:
         """Redirect tensors in transit between survivors to links after a loss, unless all survivors have them already.
 
         Operations that restart use the backend again. Yields the operations whose stages are complete.
@@ -101,7 +101,7 @@ class BackendStages:
         for operation in self._matcher.in_flight():
             stage = operation.stage
             if stage is not None and stage.to_move and not operation.restarts:
-                stage.goes_by_links()
+                stage.redirect_to_links()
                 if stage.complete:
                     yield operation
         # Reached only if the caller exhausts this generator. Otherwise the receivers wait until their deadlines.

@@ -68,16 +68,16 @@ class FutureWaiter:
     Args:
         progress: The progress engine of the agent.
         fail: Ends an operation with an error. Called with the lock.
-        goes_on: Makes an operation ready to resume. Called with the lock.
+        resume: Makes an operation ready to resume. Called with the lock.
     """
 
     def __init__(
         self,
         progress: Progress,
         fail: Callable[[Operation, BaseException], None],
-        goes_on: Callable[[Operation], None],
+        resume: Callable[[Operation], None],
     ) -> None:
-        self._progress, self._fail, self._goes_on = progress, fail, goes_on
+        self._progress, self._fail, self._resume = progress, fail, resume
 
     def wait(self, operation: Operation, later: Future) -> None:
         """Let an operation wait for a future."""
@@ -88,7 +88,7 @@ class FutureWaiter:
         """Resume or fail the operation. Called from the thread that completes the future."""
         with self._progress.lock:
             if error is None:
-                self._goes_on(operation)
+                self._resume(operation)
             elif operation.error is None:
                 self._fail(operation, error)
             self._progress.wake()

@@ -53,21 +53,21 @@ class Services:
     """The services of one agent, by the prefix of the names of their messages."""
 
     def __init__(self) -> None:
-        self._by_word: dict[str, Service] = {}
+        self._by_prefix: dict[str, Service] = {}
         self._bodies = Bodies()
 
-    def add(self, word: str, service: Service) -> None:
+    def add(self, prefix: str, service: Service) -> None:
         """Let a service handle messages under ``"prefix name"``; the prefix begins with ``~``."""
-        self._by_word[word] = service
+        self._by_prefix[prefix] = service
 
-    def get(self, word: str) -> Service | None:
-        return self._by_word.get(word)
+    def get(self, prefix: str) -> Service | None:
+        return self._by_prefix.get(prefix)
 
     def of(self, message: Message) -> Service | None:
         """The service that handles a message; None if no service does."""
-        if not self._by_word or not message.name.startswith("~"):
+        if not self._by_prefix or not message.name.startswith("~"):
             return None
-        return self._by_word.get(message.name.partition(" ")[0])
+        return self._by_prefix.get(message.name.partition(" ")[0])
 
     def serve(self, source: int, piece: Message) -> None:
         """Pass a control message to its service when its last piece is here; drop it if no service is for it.
@@ -75,16 +75,16 @@ class Services:
         Raises:
             ProtocolError: The piece does not continue the body before it, or the body is too long.
         """
-        word = piece.name.partition(" ")[0]
-        service = self._by_word.get(word)
-        if service is not None and (message := self._bodies.join(source, word, piece)) is not None:
+        prefix = piece.name.partition(" ")[0]
+        service = self._by_prefix.get(prefix)
+        if service is not None and (message := self._bodies.join(source, prefix, piece)) is not None:
             service.serve(source, message)
 
     def on_departure(self, rank: int, because: int | None) -> None:
         """Notify all services of the loss of an agent, and drop its incomplete messages."""
-        for word, service in list(self._by_word.items()):
-            self._bodies.drop(rank, word)
+        for prefix, service in list(self._by_prefix.items()):
+            self._bodies.drop(rank, prefix)
             service.on_departure(rank, because)
 
     def all(self) -> list[Service]:
-        return list(self._by_word.values())
+        return list(self._by_prefix.values())

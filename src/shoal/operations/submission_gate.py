@@ -83,7 +83,7 @@ class SubmissionGate:
         self.plan = plan
 
 
-def cannot_go_on(operation: object, gone: tuple[int, ...]) -> PeerLost:
+def impossible_without(operation: object, gone: tuple[int, ...]) -> PeerLost:
     """The error of an operation that cannot continue without the lost ranks."""
     return PeerLost(f"{operation} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)
 

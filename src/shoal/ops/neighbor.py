@@ -237,13 +237,13 @@ def submit(
     if robust is not None:
         whole = plan.form == "static" or replan is not None
         check_neighbours(agent, robust, plan.sources(agent), whole=whole)
-    goes_with_others = fusible and plan.family is not None and is_small(tensor)
-    if goes_with_others:
+    is_fused = fusible and plan.family is not None and is_small(tensor)
+    if is_fused:
         # A fused call is a plain weighted sum over whole tensors, in one message. It could follow no rule, compressor
         # or silence of one of its members.
         plain = robust is None and encoded is None and speaks is None and not layout
-        goes_with_others = plain and (engine.can_fuse_multistage if plan.in_stages else engine.can_fuse)
-    if goes_with_others:
+        is_fused = plain and (engine.can_fuse_multistage if plan.in_stages else engine.can_fuse)
+    if is_fused:
         # The caller may change its tensor when the call returns; a fused call is read later, when a thread drives.
         tensor = copied(tensor)
 
@@ -263,7 +263,7 @@ def submit(
         )
 
     begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
-    if goes_with_others:
+    if is_fused:
         assert plan.family is not None
         begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, plan.family)
     named, among = name is not None, members.ranks

@@ -40,10 +40,10 @@ def let_in(agent: Agent, timeout: float | None = None) -> tuple[int, ...]:
         return ()
     backend = agent.engine.backend
     if backend is None:
-        return _let_in(agent, timeout)
+        return _admit(agent, timeout)
     try:
         _quiesce(agent, backend, timeout)
-        return _let_in(agent, timeout)
+        return _admit(agent, timeout)
     finally:
         with agent.engine.lock:
             backend.resume()
@@ -73,7 +73,7 @@ def _quiesce(agent: Agent, backend: CollectiveBackend, timeout: float | None) ->
             )
 
 
-def _let_in(agent: Agent, timeout: float | None) -> tuple[int, ...]:
+def _admit(agent: Agent, timeout: float | None) -> tuple[int, ...]:
     entry = agent.engine.rejoin
 
     def steps(operation: Operation) -> Steps[Found]:

@@ -204,9 +204,9 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
                 raise AlreadyMet
             if launch.begins < launch.size:
                 engine.begin_without(tuple(range(launch.begins, launch.size)))
-            comes_back = launch.incarnation > 0 and not mine.has_met and bool(config.secret)
+            may_rejoin = launch.incarnation > 0 and not mine.has_met and bool(config.secret)
             # A failed engine closes before the barrier, because rank 0 then waits until others have read the reason.
-            gathering = gather_agents(mine.store, launch, deadline, published, comes_back)
+            gathering = gather_agents(mine.store, launch, deadline, published, may_rejoin)
             with gathering as (meeting, found), _ended_if_failed(mine, engine):
                 _check_agreement(found, alike)
                 endpoint = _listen(engine, config, launch, forced, with_absent(found, launch.size))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from .incoming import Incoming
 from .link import NullReceiver, Receiver
-from .network_link import goes_on
+from .network_link import continues
 from .quotas import Quota, message_cost
 from .wire import Message, ProtocolError
 
@@ -63,7 +63,7 @@ class PendingPeers:
 
     def __init__(self) -> None:
         self._waiting: dict[Incoming, BufferingReceiver] = {}
-        self._let_in: list[tuple[Incoming, BufferingReceiver]] = []
+        self._admitted: list[tuple[Incoming, BufferingReceiver]] = []
 
     def introduce(self, connection: Incoming, receiver: Receiver) -> None:
         """Buffer the messages of an authenticated connection for ``receiver``.
@@ -72,13 +72,13 @@ class PendingPeers:
             ProtocolError: The agent has too many connections.
         """
         waiting = self.of(connection.peer, connection.incarnation)
-        if waiting and goes_on(connection, waiting[0]):
+        if waiting and continues(connection, waiting[0]):
             self.replace(waiting[0], connection)
             return
         if len(waiting) >= CONNECTIONS:
             raise ProtocolError("it opened one connection more while it waits to be let in")
-        self._waiting[connection] = threshold = BufferingReceiver(receiver)
-        connection.deliver_to(threshold)
+        self._waiting[connection] = buffer = BufferingReceiver(receiver)
+        connection.deliver_to(buffer)
 
     def remove(self, connection: Incoming) -> bool:
         """A connection has ended. False if it was not pending."""
@@ -89,7 +89,7 @@ class PendingPeers:
         if before in self._waiting:
             self._waiting[connection] = self._waiting.pop(before)
         # Admitted, and not yet open: the buffered messages must be forwarded to the connection in use.
-        self._let_in = [(connection if known is before else known, threshold) for known, threshold in self._let_in]
+        self._admitted = [(connection if known is before else known, buffer) for known, buffer in self._admitted]
 
     def of(self, rank: int, incarnation: int) -> list[Incoming]:
         """The pending connections of an agent."""
@@ -97,15 +97,15 @@ class PendingPeers:
 
     def admit(self, connection: Incoming) -> None:
         """The agent becomes a member; its buffered messages follow with :meth:`open`."""
-        self._let_in.append((connection, self._waiting.pop(connection)))
+        self._admitted.append((connection, self._waiting.pop(connection)))
 
     def open(self, receiver: Receiver) -> None:
         """Deliver the buffered messages of admitted agents. For the driving thread."""
-        while self._let_in:
-            connection, threshold = self._let_in.pop(0)
+        while self._admitted:
+            connection, buffer = self._admitted.pop(0)
             # This thread also reads the connections, so no newer message can come between the buffered ones.
             connection.deliver_to(receiver)
-            threshold.open()
+            buffer.open()
 
     def __iter__(self) -> Iterator[Incoming]:
         return iter(list(self._waiting))

@@ -314,7 +314,7 @@ class Router:
             return
         known = self.incoming.setdefault(connection.peer, [])
         before = known[0] if known else self._cut_off.pop(connection.peer, None)
-        if before is not None and network_link.goes_on(connection, before):
+        if before is not None and network_link.continues(connection, before):
             self.incoming[connection.peer] = [connection]
             self._pending_peers.replace(before, connection)
             return

@@ -41,7 +41,7 @@ _LONGEST_POLL = 60.0
 """The driving thread checks the clock at least so often, in seconds, also if it is not woken."""
 # Weak: the windows own their memories. A strong reference would keep the memory of a freed window until the process
 # ends.
-_here: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref.WeakValueDictionary()
+_local_memories: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref.WeakValueDictionary()
 """The memories of this process, by the owner's inbox, the name and the number: for agents that are threads."""
 
 
@@ -159,7 +159,7 @@ class Windows(Service):
             # The round of the name is equal on all neighbours. So a request for a freed window of this name does not
             # reach its successor.
             window.number = operation.round
-            _here[(self.engine.router.inbox.address, name, window.number)] = memory
+            _local_memories[(self.engine.router.inbox.address, name, window.number)] = memory
             # Registered and shared before the header leaves. A neighbour that has all its headers writes at once, and
             # would be refused as by an owner that has freed the window.
             with self.engine.lock:
@@ -205,7 +205,7 @@ class Windows(Service):
         kind = router.transport_to(rank)
         # A neighbour with no other neighbours may have freed its window by now: it refuses later messages.
         if kind == "threads":
-            memory = _here.get((router.endpoints[rank].inbox, window.name, window.number))
+            memory = _local_memories.get((router.endpoints[rank].inbox, window.name, window.number))
             if memory is not None:
                 window.direct[rank] = memory
         elif kind == "shared_memory":

@@ -135,7 +135,7 @@ class Requests:
             return True
         how = _HOW[message.op]
         if how is WriteKind.GET:
-            return self._give(window, source, message)
+            return self._serve_get(window, source, message)
         payload, layout = message.payload, window.memory.layout
         # Not trusted either: a tensor of another size or dtype would raise there as well.
         if payload is None or (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
@@ -148,7 +148,7 @@ class Requests:
         self._answer(source, message)
         return True
 
-    def _give(self, window: WindowPart, source: int, message: Message) -> bool:
+    def _serve_get(self, window: WindowPart, source: int, message: Message) -> bool:
         # The owner's own calls change the tensor under this lock. A get without it could send half of an update.
         if not window.memory.try_acquire(OWN, source):
             return False

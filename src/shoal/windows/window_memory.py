@@ -173,7 +173,7 @@ class WindowMemory:
         # operations of this agent.
         if not self.locks.try_acquire(byte):
             return False
-        self._sign(byte, rank)
+        self._record_holder(byte, rank)
         return True
 
     def acquire(self, byte: int, rank: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
@@ -195,9 +195,9 @@ class WindowMemory:
             self.locks.acquire(byte, deadline, look)
         except Busy:
             raise Busy(self._keeper(byte, rank)) from None
-        self._sign(byte, rank)
+        self._record_holder(byte, rank)
 
-    def _sign(self, byte: int, rank: int) -> None:
+    def _record_holder(self, byte: int, rank: int) -> None:
         """Record the holder of a lock that was just taken, or release it if the window has been freed."""
         # The owner may have freed the window between the last check and the lock. A write then would succeed although
         # nobody reads it, and the caller would get no error.
