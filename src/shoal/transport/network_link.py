@@ -71,7 +71,6 @@ class _Piece(NamedTuple):
 class NetworkLink(Outgoing):
     """A link to a process on another machine."""
 
-    transport = "network"
     resumes = True
     seal_of = MacSeal
 

@@ -69,7 +69,6 @@ class Established(NamedTuple):
 class Outgoing:
     """The connecting side: handshake first, then whatever has been queued."""
 
-    transport = ""
     seal_of: Callable[[bytes], Seal]
     """Makes the seal of one direction from its key."""
     resumes = False
