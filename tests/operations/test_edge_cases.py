@@ -226,7 +226,7 @@ def average_after_running_out_of_descriptors() -> float:
                 held.append(os.dup(1))
         except OSError:
             pass
-        intruder.connect(("127.0.0.1", engine.router._endpoints[0].port))
+        intruder.connect(("127.0.0.1", engine.router.endpoints[0].port))
         time.sleep(0.2)  # the agent would take it
         for descriptor in held:
             os.close(descriptor)
