@@ -3,8 +3,8 @@
     python benchmarks/gpu.py
     python benchmarks/gpu.py --megabytes 64 --json out/gpu.json
 
-Weighted sums of 1, 2 and 4 neighbours: each way that there is, in turn with a copy from memory of the device to memory
-of the device. A kernel's bandwidth counts what it has to read and write once, so a kernel that does no more than that
+Weighted sums of 1, 2 and 4 neighbours: each available implementation, in turn with a copy inside the device's memory.
+A kernel's bandwidth counts what it has to read and write once, so a kernel that does no more than that
 and is as fast as the copy has a share of 1; passes over the same numbers by torch's operations have less. Times are the
 device's own (events), the median of rounds in which all take turns. Before that each is checked: a result that differs
 in a bit from the CPU's is said, and the status is 1.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.kernels import Way, way_of, why_not_triton
+from shoal.kernels import Implementation, implementation_of, why_not_triton
 from shoal.kernels.weighted_sum import weighted_sum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,14 +35,14 @@ DEVICE = "cuda"
 
 
 class Measured(NamedTuple):
-    """A kernel by one way.
+    """A kernel with one implementation.
 
     Attributes:
         passes: What it reads and writes at the least, as a multiple of the numbers' bytes.
     """
 
     name: str
-    way: str
+    implementation: str
     passes: float
     run: Callable[[], object]
 
@@ -52,17 +52,19 @@ def randoms(count: int, n: int, dtype: torch.dtype, device: str) -> list[torch.T
     return [torch.randn(n, generator=generator, device=device).to(dtype) for _ in range(count)]
 
 
-def sums(n: int, name: str, ways: list[Way]) -> list[Measured]:
+def sums(n: int, name: str, implementations: list[Implementation]) -> list[Measured]:
     found = []
     own, out, *others = randoms(6, n, DTYPES[name], DEVICE)
     for k in (1, 2, 4):
         weights = [1 / (place + k + 2) for place in range(k)]
-        for way in ways:
+        for implementation in implementations:
 
-            def run(k: int = k, weights: list[float] = weights, way: Way = way) -> None:
-                weighted_sum(out, own, 0.3, others[:k], weights, way=way)
+            def run(
+                k: int = k, weights: list[float] = weights, implementation: Implementation = implementation
+            ) -> None:
+                weighted_sum(out, own, 0.3, others[:k], weights, implementation=implementation)
 
-            found.append(Measured(f"weighted sum of {k}, {name}", way, k + 2, run))
+            found.append(Measured(f"weighted sum of {k}, {name}", implementation, k + 2, run))
     return found
 
 
@@ -86,12 +88,19 @@ def timed(rows: list[Measured], n_bytes: int, rounds: int) -> list[dict[str, obj
     for row, kept in zip(every, times, strict=True):
         took = statistics.median(kept)
         share = row.passes * copying / (2 * took)
-        found.append({"name": row.name, "way": row.way, "ms": took, "gb_s": row.passes * n_bytes / took / 1e6,
-                      "share": share})  # fmt: skip
+        found.append(
+            {
+                "name": row.name,
+                "implementation": row.implementation,
+                "ms": took,
+                "gb_s": row.passes * n_bytes / took / 1e6,
+                "share": share,
+            }
+        )
     return found
 
 
-def differing(ways: list[Way]) -> list[str]:
+def differing(implementations: list[Implementation]) -> list[str]:
     """What has other bits on the device than on the CPU."""
     wrong = []
     for name, dtype in DTYPES.items():
@@ -99,11 +108,11 @@ def differing(ways: list[Way]) -> list[str]:
         for weights in ([0.3, 0.1, 0.2, 0.15, 0.25], [0.2] * 5):
             wanted, found = torch.empty_like(own), torch.empty_like(own, device=DEVICE)
             weighted_sum(wanted, own, weights[0], others, weights[1:])
-            for way in ways:
+            for implementation in implementations:
                 there = [one.to(DEVICE) for one in others]
-                weighted_sum(found, own.to(DEVICE), weights[0], there, weights[1:], way=way)
+                weighted_sum(found, own.to(DEVICE), weights[0], there, weights[1:], implementation=implementation)
                 if not torch.equal(found.cpu().view(torch.uint8), wanted.view(torch.uint8)):
-                    wrong.append(f"a weighted sum of {name} by {way}")
+                    wrong.append(f"a weighted sum of {name} by {implementation}")
     return wrong
 
 
@@ -118,23 +127,23 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("There is no CUDA device here: nothing was measured")
         return 0
-    ways: list[Way] = ["torch"]
-    if way_of(torch.empty(0, device=DEVICE)) == "triton":
-        ways.append("triton")
+    implementations: list[Implementation] = ["torch"]
+    if implementation_of(torch.empty(0, device=DEVICE)) == "triton":
+        implementations.append("triton")
     else:
         print(f"Without Triton: {why_not_triton() or 'the device is older than it supports'}")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.megabytes} MiB a tensor")
-    wrong = differing(ways)
+    wrong = differing(implementations)
     for one in wrong:
         print(f"Other bits than on the CPU: {one}")
     n_bytes = arguments.megabytes << 20
     figures = []
     for name, dtype in DTYPES.items():
-        figures += timed(sums(n_bytes // dtype.itemsize, name, ways), n_bytes, arguments.rounds)
+        figures += timed(sums(n_bytes // dtype.itemsize, name, implementations), n_bytes, arguments.rounds)
         torch.cuda.empty_cache()
     print(f"{'':34} {'by':38} {'ms':>8} {'GB/s':>8} {'of the copy':>12}")
     for row in figures:
-        print(f"{row['name']:34} {row['way']:38} {row['ms']:8.3f} {row['gb_s']:8.0f} {row['share']:12.2f}")
+        print(f"{row['name']:34} {row['implementation']:38} {row['ms']:8.3f} {row['gb_s']:8.0f} {row['share']:12.2f}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures))
     return 1 if wrong else 0

@@ -73,7 +73,7 @@ def ways_of(n: int, program: ctypes.CDLL) -> dict[str, Callable[[], object]]:
 
     def by_torch() -> None:
         for target, *parts in zip(*(torch.split(one, 1 << 18) for one in (out, a, b, c)), strict=True):
-            weighted_sum(target, parts[0], WEIGHTS[0], parts[1:], WEIGHTS[1:], way="torch")
+            weighted_sum(target, parts[0], WEIGHTS[0], parts[1:], WEIGHTS[1:], implementation="torch")
 
     return {
         "torch": by_torch,

@@ -16,7 +16,7 @@ TESTS = (ROOT / "docs" / "fault-injection-tests.md").read_text()
 
 def test_the_pages_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_ON_LOSS", "continue")  # agents of a fleet have begun when their function is called
-    code, comes_back, robust, *_ = re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.DOTALL)
+    code, may_rejoin, robust, *_ = re.findall(r"```python\n(.*?)```", "\n".join(PAGES), re.DOTALL)
 
     def run() -> list[int]:
         result: dict[str, object] = {}
@@ -26,7 +26,7 @@ def test_the_pages_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         return members
 
     assert shoal.Fleet(3).run(run) == [[0, 1, 2]] * 3
-    shoal.Fleet(3).run(lambda: exec(comes_back, {}))
+    shoal.Fleet(3).run(lambda: exec(may_rejoin, {}))
     exec(robust, {})
 
 

@@ -545,7 +545,7 @@ def test_an_agent_that_leaves_waits_for_the_transfers_of_one_that_was_lost_and_i
     one.move_by(lambda plan: groups)  # type: ignore[arg-type, return-value]
     one.on_departure(1, None)
     one.enter()
-    one._let_go(RoundOutcome((0, 1), leaving=(0,)))
+    one._release_leaving(RoundOutcome((0, 1), leaving=(0,)))
     one._await_no_more(0)
     assert not one.left
     one._await_no_more(1)

@@ -54,10 +54,10 @@ def test_a_request_is_held_while_an_earlier_call_may_still_request() -> None:
     requests.add(other)
     requests.commit((0, 1, 2))
     assert (asks.committed, asks.held, other.committed) == (False, True, True)
-    assert not requests.is_one_free()
+    assert not requests.has_released()
     waits.stage.asked_for = True
     requests.add(waits)
-    assert requests.is_one_free()
+    assert requests.has_released()
     assert [one.request.round for one in requests.known[asks.request.key]] == [0, 1]
     requests.commit((0, 1, 2))
     assert waits.committed
@@ -71,14 +71,14 @@ def test_a_held_request_is_released_when_the_earlier_call_makes_none(end: str) -
     earlier, later = pending(matcher, 0, False), pending(matcher, 0, True)
     requests.add(later)
     requests.commit((0, 1))
-    assert not requests.is_one_free()
+    assert not requests.has_released()
     if end == "fails":
         matcher.end(earlier.operation, ValueError())
     elif end == "goes on":
         earlier.operation.stage = Stage(1, Exchange((), ()), set(), {})
     else:
         earlier.operation.stage, earlier.operation.outcome = None, (None,)
-    assert requests.is_one_free()
+    assert requests.has_released()
 
 
 # By real agents

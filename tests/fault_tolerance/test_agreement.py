@@ -88,12 +88,6 @@ class Router:
         result = self._one.net.running.get(rank)
         return (rank, incarnation) in self.waiting and result is not None and result.incarnation == incarnation
 
-    def begin_pending(self) -> None:
-        self.is_joining = True
-
-    def end_pending(self) -> None:
-        self.is_joining = False
-
     def admit(self, place: PeerId, endpoint: Endpoint) -> None:
         self.places[place.rank], self.endpoints[place.rank] = place, endpoint
 
@@ -150,7 +144,7 @@ class Simulated:
         self.agreement.react_by(failures)
         self.agreement.activate()
         self.entry = Rejoin(parts, self.membership, self.agreement, nothing)
-        self.entry._sign = nothing  # to a launcher
+        self.entry._marker = nothing  # to a launcher
         if incarnation:
             self.entry.begin_waiting()
         elif net.begins < net.size:
@@ -204,7 +198,7 @@ class Simulated:
         output = None
         if operation.name == IN:
             self.entry.admit_after(operation)
-            output = self.entry.asking(), self.entry.begun()
+            output = self.entry.asking(), self.matcher.all_begun()
         self.net.contributed[operation.name, operation.round, operation.plan][self.rank] = output
 
     def advance(self) -> None:
@@ -399,7 +393,7 @@ def test_surviving_agents_plan_and_end_all_rounds_equally(
         net.finish(draw)
         check(net)
         failed += len(net.dead)
-        entered += net.inside[0].lifecycle.gate.entered
+        entered += net.inside[0].lifecycle.gate.plan.entered
         handed_on += net.handed_on
     assert failed > 250 and handed_on > 10
     assert entered > 150 or not returns

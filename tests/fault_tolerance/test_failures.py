@@ -55,9 +55,9 @@ def detector(connections: Connections) -> FailureDetector:
     return FailureDetector(0, MembershipTable(4), router)
 
 
-def died(rank: int, told_by: int, certain: bool = False) -> Message:
+def died(rank: int, reported_by: int, certain: bool = False) -> Message:
     flags = DIED | (CERTAIN if certain else 0)
-    return Message(Kind.NOTICE, round=told_by, token=rank, flags=flags, text="its process ended")
+    return Message(Kind.NOTICE, round=reported_by, token=rank, flags=flags, text="its process ended")
 
 
 def test_a_suspect_is_confirmed_after_its_last_messages_could_have_arrived(clock: Clock) -> None:
@@ -89,15 +89,15 @@ def test_a_second_suspicion_does_not_delay_the_first(clock: Clock) -> None:
 def test_an_agent_connected_to_the_dead_detects_it_itself(clock: Clock) -> None:
     """If its connections stay, the other two have lost each other, so a report alone is not yet a failure."""
     result = detector(Connections(received_from={2}))
-    assert result.notice(1, died(2, told_by=1)) == clock.now + GRACE
-    certain = detector(Connections(received_from={2})).notice(1, died(2, told_by=1, certain=True))
+    assert result.notice(1, died(2, reported_by=1)) == clock.now + GRACE
+    certain = detector(Connections(received_from={2})).notice(1, died(2, reported_by=1, certain=True))
     assert certain == Departure(2, "its process ended", True, 1, certain=True)
-    apart = detector(Connections()).notice(1, died(2, told_by=1))
+    apart = detector(Connections()).notice(1, died(2, reported_by=1))
     assert apart == Departure(2, "its process ended", True, 1)
 
 
 def test_a_departure_names_the_agent_that_observed_it_and_not_the_forwarder(clock: Clock) -> None:
-    result = detector(Connections()).notice(1, died(2, told_by=3))
+    result = detector(Connections()).notice(1, died(2, reported_by=3))
     assert result == Departure(2, "its process ended", True, 3)
     left = Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")
     assert detector(Connections()).notice(2, left) == Departure(2, "it called shoal.shutdown()", False, 2)
@@ -114,7 +114,7 @@ def test_it_is_counted_after_it_also_when_its_connections_end(clock: Clock) -> N
     """Seed 4706 of the simulated fleet: rank 2 ends because of rank 1, and its connections end before rank 1's."""
     failure_detector = detector(Connections(known={1, 2}))
     due = failure_detector.suspect(1, "closed", final=False, certain=False)
-    failure_detector.notice(2, died(2, told_by=2, certain=True))
+    failure_detector.notice(2, died(2, reported_by=2, certain=True))
     failure_detector.nothing_follows(2)
     assert not failure_detector.confirmed(clock.now) and failure_detector.next == due
     failure_detector.suspect(1, "closed", final=True, certain=True)
@@ -170,7 +170,7 @@ def test_an_exit_message_does_not_undo_the_failure_that_caused_it(clock: Clock) 
     """Rank 1 has excluded rank 2, and leaves after that. Rank 2 sends its exit message. Rank 2 is the cause."""
     result = detector(Connections(known={1, 2}, received_from={2}))
     due = result.suspect(1, "sending to it failed", final=False, certain=False)
-    assert result.notice(1, died(2, told_by=1, certain=True)) == due
+    assert result.notice(1, died(2, reported_by=1, certain=True)) == due
     assert result.notice(2, Message(Kind.NOTICE, token=2, text="it called shoal.shutdown()")) == due
     failed = Departure(2, "its process ended", True, 1, certain=True)
     assert failed in result.confirmed(due)
@@ -207,11 +207,11 @@ def test_an_agent_that_sent_its_exit_message_does_not_delay_a_failure(clock: Clo
     result.report(OWN)
     result.suspect(2, "sending to it failed", final=False, certain=False)
     failed = Departure(1, "its process ended", True, 3, certain=True)
-    assert result.notice(3, died(1, told_by=3, certain=True)) == failed
+    assert result.notice(3, died(1, reported_by=3, certain=True)) == failed
 
 
 def test_an_agent_is_notified_of_its_own_failure(clock: Clock) -> None:
-    output = detector(Connections(known={1})).notice(1, died(0, told_by=1))
+    output = detector(Connections(known={1})).notice(1, died(0, reported_by=1))
     assert output == Departure(0, "its process ended", True, 1)
 
 
@@ -242,4 +242,4 @@ def test_an_agent_whose_own_call_failed_is_certainly_failed_if_the_others_agree_
 def test_a_notice_about_a_nonexistent_rank_is_a_protocol_error() -> None:
     failures = failures_of(True, [], [], MembershipTable(4))
     with pytest.raises(ProtocolError, match="a notice about rank 4 of 4"):
-        failures.on_notice(1, died(4, told_by=1, certain=True))
+        failures.on_notice(1, died(4, reported_by=1, certain=True))

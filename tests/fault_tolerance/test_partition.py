@@ -80,9 +80,6 @@ class Agent:
     def transport_to(self, rank: int) -> str:
         return self.kinds.get(rank, "network")
 
-    def place_of(self, rank: int) -> FakePeerId:
-        return self.places[rank]
-
     def outgoing(self, peer: int, receiver: object, asks: bool = False) -> PendingProbe:
         assert asks and not any(one.open for one in self.probed), "a link that stays, or two questions"
         self.probed.append(PendingProbe(peer))

@@ -56,7 +56,7 @@ def count_as_lost() -> None:
 
 
 def let_in_another() -> None:
-    places = current().engine.router._places
+    places = current().engine.router.places
     places[ASKER] = replace(places[ASKER], incarnation=2)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal import kernels
-from shoal.kernels import way_of, why_not_triton
+from shoal.kernels import implementation_of, why_not_triton
 from shoal.kernels.native import why_not_native
 from support.kernels import DEVICE, QUIET, REASON
 from support.limits import scaled
@@ -33,9 +33,9 @@ def forgotten() -> Iterator[None]:
 
 
 def test_cpu_tensors_use_compiled_kernels_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert way_of(torch.empty(3)) == ("torch" if why_not_native() else "native")
+    assert implementation_of(torch.empty(3)) == ("torch" if why_not_native() else "native")
     monkeypatch.setattr(kernels, "library", lambda: None)
-    assert way_of(torch.empty(3)) == "torch"
+    assert implementation_of(torch.empty(3)) == "torch"
 
 
 def test_the_reason_names_the_package_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,26 +68,26 @@ def test_a_triton_release_that_rounds_weights_is_not_used(monkeypatch: pytest.Mo
 
 
 class OnDevice:
-    """What `way_of` asks of a tensor, of one on a device that is not here."""
+    """What `implementation_of` asks of a tensor, of one on a device that is not here."""
 
     is_cuda = True
     device = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(("capability", "way"), [((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")])
+@pytest.mark.parametrize(("capability", "implementation"), [((7, 5), "torch"), ((8, 0), "triton"), ((9, 0), "triton")])
 def test_devices_before_ampere_use_torch(
-    capability: tuple[int, int], way: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "why_not_triton", functools.cache(lambda: None))
     monkeypatch.setattr(kernels, "_capability", lambda device: capability)
-    assert way_of(OnDevice()) == way  # type: ignore[arg-type]
+    assert implementation_of(OnDevice()) == implementation  # type: ignore[arg-type]
 
 
 def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert example is not None
     exec(example[1], {})
-    assert capsys.readouterr().out.startswith(f"[1.5, 1.5, 1.5, 1.5, 1.5] {way_of(torch.empty(3))} ")
+    assert capsys.readouterr().out.startswith(f"[1.5, 1.5, 1.5, 1.5, 1.5] {implementation_of(torch.empty(3))} ")
 
 
 def test_importing_kernels_does_not_import_triton() -> None:
@@ -114,9 +114,9 @@ def test_the_benchmarks_measured_code_runs(monkeypatch: pytest.MonkeyPatch) -> N
     spec.loader.exec_module(gpu)
     monkeypatch.setattr(gpu, "DEVICE", DEVICE)
     monkeypatch.setattr(gpu, "CHECKED", 1003)
-    ways = ["torch"] if REASON else ["torch", "triton"]
-    assert gpu.differing(ways) == []
-    rows = gpu.sums(1000, "float32", ways)
-    assert {row.way for row in rows} >= set(ways)
+    implementations = ["torch"] if REASON else ["torch", "triton"]
+    assert gpu.differing(implementations) == []
+    rows = gpu.sums(1000, "float32", implementations)
+    assert {row.implementation for row in rows} >= set(implementations)
     for row in rows:
         row.run()

@@ -61,11 +61,11 @@ def test_compiled_kernels_are_called_on_the_native_path_only(monkeypatch: pytest
     monkeypatch.setattr(sums, "weigh", lambda *_, **__: called.append("weigh"))
     monkeypatch.setattr(sums, "reduce", lambda *_, **__: called.append("reduce"))
     out, x = torch.zeros(8), torch.ones(8)
-    weighted_sum(out, x, 0.5, [x + 1], [0.25], way="torch")
-    reduce(out, "sum", [out, x], way="torch")
+    weighted_sum(out, x, 0.5, [x + 1], [0.25], implementation="torch")
+    reduce(out, "sum", [out, x], implementation="torch")
     assert called == [] and torch.equal(out, torch.full((8,), 2.0))
-    weighted_sum(out, x, 0.5, [x + 1], [0.25], way="native")
-    reduce(out, "sum", [out, x], way="native")
+    weighted_sum(out, x, 0.5, [x + 1], [0.25], implementation="native")
+    reduce(out, "sum", [out, x], implementation="native")
     assert called == ["weigh", "reduce"]
 
 

@@ -1,4 +1,4 @@
-"""Reductions by kernels have the bits of a fold in rank order, whichever way they take."""
+"""Reductions by kernels have the bits of a fold in rank order, whichever implementation computes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.kernels.reduce import reduce
-from support.kernels import DEVICE, QUIET, WAYS, same_numbers
+from support.kernels import DEVICE, IMPLEMENTATIONS, QUIET, same_numbers
 
 pytestmark = QUIET
 STEPS = {"sum": torch.add, "average": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum}
@@ -35,46 +35,46 @@ def expected(how: str, tensors: list[torch.Tensor], parts: list[list[int]]) -> t
     return (total / len(tensors) if how == "average" else total).to(tensors[0].dtype)
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("n", [3, 2500])
 def test_inputs_are_folded_in_order_part_by_part(
-    way: Any, how: str, dtype: torch.dtype, parts: list[list[int]], n: int
+    implementation: Any, how: str, dtype: torch.dtype, parts: list[list[int]], n: int
 ) -> None:
     tensors = numbers(n, 6, dtype)
     out = torch.empty(n, dtype=dtype, device=DEVICE)
-    reduce(out, how, [tensor.to(DEVICE) for tensor in tensors], parts=parts, way=way)
+    reduce(out, how, [tensor.to(DEVICE) for tensor in tensors], parts=parts, implementation=implementation)
     assert same_numbers(out, expected(how, tensors, parts))
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("count", [1, 2, 16, 17])
-def test_reductions_of_any_number_of_agents(way: Any, how: str, count: int) -> None:
+def test_reductions_of_any_number_of_agents(implementation: Any, how: str, count: int) -> None:
     tensors = numbers(1500, count, torch.float32)
     out = torch.empty(1500, device=DEVICE)
-    reduce(out, how, [tensor.to(DEVICE) for tensor in tensors], way=way)
+    reduce(out, how, [tensor.to(DEVICE) for tensor in tensors], implementation=implementation)
     assert same_numbers(out, expected(how, tensors, []))
 
 
-@WAYS
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("how", ["sum", "max"])
 @pytest.mark.parametrize("place", [0, 2, 3])
-def test_the_result_may_be_one_of_the_inputs(way: Any, how: str, place: int) -> None:
+def test_the_result_may_be_one_of_the_inputs(implementation: Any, how: str, place: int) -> None:
     tensors = numbers(1500, 4, torch.float32)
     on_device = [tensor.clone().to(DEVICE) for tensor in tensors]
-    reduce(on_device[place], how, on_device, way=way)
+    reduce(on_device[place], how, on_device, implementation=implementation)
     assert same_numbers(on_device[place], expected(how, tensors, []))
 
 
-@WAYS
-def test_complex_numbers_and_integers(way: Any) -> None:
+@IMPLEMENTATIONS
+def test_complex_numbers_and_integers(implementation: Any) -> None:
     for dtype, how in ((torch.complex64, "sum"), (torch.complex64, "average"), (torch.complex128, "product")):
         tensors = [torch.complex(*numbers(50, 2, torch.float32)).to(dtype) * (at + 1) for at in range(2)]
         out = torch.empty(50, dtype=dtype, device=DEVICE)
-        reduce(out, how, [tensor.to(DEVICE) for tensor in tensors], way=way)
+        reduce(out, how, [tensor.to(DEVICE) for tensor in tensors], implementation=implementation)
         a, b = tensors
         if how == "product":
             wanted = torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
@@ -85,15 +85,15 @@ def test_complex_numbers_and_integers(way: Any) -> None:
         assert same_numbers(out, wanted)
     full = [torch.arange(10, device=DEVICE), torch.arange(10, device=DEVICE) * 3]
     out = torch.empty(10, dtype=torch.int64, device=DEVICE)
-    reduce(out, "sum", full, way=way)
+    reduce(out, "sum", full, implementation=implementation)
     assert out.tolist() == [4 * number for number in range(10)]
 
 
-@WAYS
-def test_an_unknown_reduction_is_an_error(way: Any) -> None:
+@IMPLEMENTATIONS
+def test_an_unknown_reduction_is_an_error(implementation: Any) -> None:
     own = torch.ones(3, device=DEVICE)
     with pytest.raises(ValueError, match="reduction 'mean'"):
-        reduce(own, "mean", [own], way=way)
+        reduce(own, "mean", [own], implementation=implementation)
     with pytest.raises(ValueError, match="tensor 1 has"):
-        reduce(own, "sum", [own[:2]], way=way)
-    reduce(own[:0], "sum", [own[:0]], way=way)
+        reduce(own, "sum", [own[:2]], implementation=implementation)
+    reduce(own[:0], "sum", [own[:0]], implementation=implementation)

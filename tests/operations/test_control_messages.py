@@ -11,14 +11,14 @@ import torch
 from shoal.operations.control_messages import PIECE_BYTES, read_json
 from shoal.operations.membership import Membership
 from shoal.operations.sender import Sender
-from shoal.operations.services import MinimalService, Services
+from shoal.operations.services import Service, Services
 from shoal.transport.wire import MAX_NAME, PACKET_BYTES, PREFIX, Kind, Message, ProtocolError, decode, encode
 from support.recording_sender import recording_sender
 
 WORD = "~test"
 
 
-class Receiver(MinimalService):
+class Receiver(Service):
     """Joins the pieces of messages, and notes their content."""
 
     def __init__(self) -> None:

@@ -226,7 +226,7 @@ def average_after_running_out_of_descriptors() -> float:
                 held.append(os.dup(1))
         except OSError:
             pass
-        intruder.connect(("127.0.0.1", engine.router._endpoints[0].port))
+        intruder.connect(("127.0.0.1", engine.router.endpoints[0].port))
         time.sleep(0.2)  # the agent would take it
         for descriptor in held:
             os.close(descriptor)
@@ -262,7 +262,7 @@ def test_findings_of_a_clock_check_take_effect_at_their_own_time(fleet: Fleets) 
             engine.services.add("~suspicious", FindingDetector())  # type: ignore[arg-type]
             with pytest.raises(shoal.DeadlineExceeded):
                 shoal.neighbor_allreduce(torch.ones(4), name="alone", timeout=1.0)
-            del engine.services._by_word["~suspicious"]
+            del engine.services._by_prefix["~suspicious"]
             waited = reported[1] - reported[0]
         shoal.barrier()
         return waited

@@ -342,7 +342,7 @@ def test_an_invalid_fused_operation_is_refused_and_affects_no_other(fleet: Fleet
     assert fleet(2).run(run) == [1.5, 1.5]
 
 
-@pytest.mark.parametrize("where", ["_go_together", "encode_fused_name", "emit", "together"])
+@pytest.mark.parametrize("where", ["_can_fuse", "encode_fused_name", "emit", "together"])
 def test_an_error_while_operations_are_fused_reaches_their_callers(
     fleet: Fleets, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,9 +377,7 @@ def test_an_error_while_operations_are_fused_reaches_their_callers(
         return failed
 
     fails_before_the_third = [True, False, False]
-    assert fleet(1, timeout=20.0).run(run) == [
-        fails_before_the_third if where == "_go_together" else [True, False, True]
-    ]
+    assert fleet(1, timeout=20.0).run(run) == [fails_before_the_third if where == "_can_fuse" else [True, False, True]]
 
 
 @pytest.mark.parametrize("limit", ["MOST_UNREAD", "MOST_UNREAD_BYTES"])

@@ -60,8 +60,8 @@ def test_early_messages_are_kept_for_their_stage_and_returned_once() -> None:
     matcher.keep(2, kept := message(0, 1))
     matcher.keep(1, other := message(1, 0))
     operation = matcher.begin("average", "x", 1.0, True)
-    assert [source for source, _ in matcher.came_early(operation, 0)] == [1]
-    assert not list(matcher.came_early(operation, 0))
+    assert [source for source, _ in matcher.early_messages(operation, 0)] == [1]
+    assert not list(matcher.early_messages(operation, 0))
     assert matcher.end(operation, None) == ([(2, kept)], [])
     assert matcher.give_up_early() == [(1, other)]
     assert not matcher.give_up_early()
@@ -72,7 +72,7 @@ def test_if_an_early_message_fails_a_round_the_others_are_returned_once() -> Non
     for source in (1, 2, 3):
         matcher.keep(source, message(0, 0))
     operation = matcher.begin("average", "x", 1.0, True)
-    arrived = matcher.came_early(operation, 0)
+    arrived = matcher.early_messages(operation, 0)
     assert next(arrived)[0] == 1
     late, _ = matcher.end(operation, ValueError("it does not match"))
     assert sorted(source for source, _ in late) == [2, 3]
@@ -84,7 +84,7 @@ def test_early_messages_of_an_agent_that_has_failed_are_not_returned() -> None:
     for source in (1, 2, 3):
         matcher.keep(source, message(0, 0))
     operation = matcher.begin("average", "x", 1.0, True)
-    arrived = matcher.came_early(operation, 0)
+    arrived = matcher.early_messages(operation, 0)
     assert next(arrived)[0] == 1
     matcher.forget(2)
     assert [source for source, _ in arrived] == [3]
@@ -97,7 +97,7 @@ def test_queries_wait_for_their_stage() -> None:
     assert matcher.is_waited_for()
     operation = matcher.begin("average", "x", 1.0, True)
     assert not matcher.is_waited_for()
-    assert sorted(matcher.asked_early(operation, enter(operation, 0))) == [(1, False), (2, False)]
+    assert sorted(matcher.early_probes(operation, enter(operation, 0))) == [(1, False), (2, False)]
     assert matcher.end(operation, None) == ([], [(1, 3, False)])
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.operations.services import MinimalService, Services
+from shoal.operations.services import Service, Services
 from shoal.transport.wire import Kind, Message
 
 
-class AcceptingService(MinimalService):
+class AcceptingService(Service):
     def serve(self, source: int, message: Message) -> None: ...
 
 

@@ -31,7 +31,7 @@ ELSEWHERE = [f"127.0.0.{k}" for k in (2, 3, 4)]
 
 def endpoint() -> tuple[str, str, int]:
     """Where this agent listens: the name of its Unix socket, its address and its port."""
-    own_endpoint = current().engine.router._endpoints[shoal.rank()]
+    own_endpoint = current().engine.router.endpoints[shoal.rank()]
     return own_endpoint.unix, own_endpoint.host, own_endpoint.port
 
 

@@ -263,7 +263,7 @@ def test_a_peer_with_the_secret_and_without_a_certificate_is_refused(folder: Pat
 
     def run() -> tuple[int, int]:
         router = current().engine.router
-        endpoint, secret = router._endpoints[shoal.rank()], router._secret
+        endpoint, secret = router.endpoints[shoal.rank()], router._secret
         shoal.barrier()
         before = router.acceptor.rejected
         if shoal.rank() == 0:

@@ -1,4 +1,4 @@
-"""The ways that kernels take, and where tests run them: on a CUDA device, or in Triton's interpreter on CPU tensors."""
+"""The implementations of kernels, and where tests run them: on a CUDA device, or in Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def why_no_programs() -> str | None:
 REASON = why_no_programs()
 PROGRAMS = pytest.param("triton", marks=pytest.mark.skipif(REASON is not None, reason=str(REASON)))
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native())))
-WAYS = pytest.mark.parametrize("way", ["torch", NATIVE, PROGRAMS])
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["torch", NATIVE, PROGRAMS])
 QUIET = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")
 """Triton's interpreter computes with numpy, which warns of infinities and NaN."""
 

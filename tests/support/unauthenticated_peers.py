@@ -63,7 +63,7 @@ class ListenerAddress:
 def listener_address() -> ListenerAddress:
     """This agent's."""
     engine = current().engine
-    endpoint = engine.router._endpoints[engine.rank]
+    endpoint = engine.router.endpoints[engine.rank]
     return ListenerAddress(engine.rank, endpoint.unix, endpoint.host, endpoint.port, engine.router._secret)
 
 

@@ -498,7 +498,7 @@ def _begin() -> str:
     """Become an agent; the name of the Unix socket that it listens on, if it does."""
     shoal.init()
     agent = current()
-    return agent.engine.router._endpoints[agent.rank].unix
+    return agent.engine.router.endpoints[agent.rank].unix
 
 
 def _in_step() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..operations.control_messages import parsed_ranks
 from ..operations.membership import Ranks
-from .request import ALL, CallSignature, RequestKey, TransferRequest, parsed_request
+from .request import RequestKey, TransferRequest, parsed_request
 
 _SHOWN = 8
 """Ranks that an error lists of each side."""
@@ -76,21 +76,21 @@ def decide(requests: Mapping[TransferRequest, Sequence[int]], group: Sequence[in
         else:
             concerned[request.key.name, request.key.stage, request.round].append((request, ranks))
     found: Decision = []
-    for key, asked in declared.items():
-        found += _decide_collective(asked, key.members or tuple(group))
-    for asked in concerned.values():
-        found += _decide_edges(asked)
+    for key, requests_of_call in declared.items():
+        found += _decide_collective(requests_of_call, key.members or tuple(group))
+    for requests_of_call in concerned.values():
+        found += _decide_edges(requests_of_call)
     return found
 
 
-def _decide_collective(asked: list[tuple[TransferRequest, Sequence[int]]], members: Ranks) -> Decision:
+def _decide_collective(requests_of_call: list[tuple[TransferRequest, Sequence[int]]], members: Ranks) -> Decision:
     """Decide on calls with known members. Each agent makes its calls under a name one after the other: an agent in a
     later round will not join an earlier one.
     """
     found: Decision = []
     rounds: dict[int, list[tuple[TransferRequest, list[int]]]] = defaultdict(list)
     first: dict[int, int] = {}
-    for request, some in asked:
+    for request, some in requests_of_call:
         rounds[request.round].append((request, sorted(some)))
         for rank in some:
             # An agent with several rounds in flight has passed only those before its earliest one.
@@ -108,9 +108,9 @@ def _decide_collective(asked: list[tuple[TransferRequest, Sequence[int]]], membe
     return found
 
 
-def _decide_edges(asked: list[tuple[TransferRequest, Sequence[int]]]) -> Decision:
+def _decide_edges(requests_of_call: list[tuple[TransferRequest, Sequence[int]]]) -> Decision:
     """Decide on calls whose members are the connected agents: the components in which no member is missing."""
-    by_rank = {rank: request for request, ranks in asked for rank in ranks}
+    by_rank = {rank: request for request, ranks in requests_of_call for rank in ranks}
     found: Decision = []
     remaining = set(by_rank)
     while remaining:
@@ -130,8 +130,8 @@ def _decide_edges(asked: list[tuple[TransferRequest, Sequence[int]]]) -> Decisio
     return found
 
 
-def _disagreement(asked: list[tuple[TransferRequest, list[int]]], ranks: Ranks) -> Refusal:
-    (first, here), (second, there) = sorted(asked, key=lambda each: (-len(each[1]), each[1]))[:2]
+def _disagreement(requests_of_call: list[tuple[TransferRequest, list[int]]], ranks: Ranks) -> Refusal:
+    (first, here), (second, there) = sorted(requests_of_call, key=lambda each: (-len(each[1]), each[1]))[:2]
     if first.entry.op != second.entry.op:
         text = f"{_text_of(there)} called {second.entry.op} and {_text_of(here)} called {first.entry.op}"
     else:
@@ -192,15 +192,6 @@ def decision_of(data: Any, size: int) -> Decision:
             found.append(Response(parsed_request(item[0], size), parsed_ranks(item[1], size)))
         else:
             name, stage, round_, ranks, text, concerned = item
-            key = TransferRequest(CallSignature(RequestKey(str(name), stage, ALL), ""), round_)
-            found.append(
-                Refusal(
-                    key.key.name,
-                    key.key.stage,
-                    key.round,
-                    parsed_ranks(ranks, size),
-                    str(text),
-                    parsed_ranks(concerned, size),
-                )
-            )
+            of = parsed_ranks(ranks, size), str(text), parsed_ranks(concerned, size)
+            found.append(Refusal(str(name), stage, round_, *of))
     return found

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..engine.engine import Engine
 from ..operations.control_messages import read_json
-from ..operations.services import MinimalService
+from ..operations.services import Service
 from ..transport.wire import Message
 
 WORD = "~group"
@@ -24,7 +24,7 @@ MOST_WORDS, MOST_BYTES = 1 << 12, 1 << 16
 Place = tuple[str, str]
 
 
-class GroupStores(MinimalService):
+class GroupStores(Service):
     """The data that the agents have sent about themselves as members of process groups."""
 
     def __init__(self, engine: Engine) -> None:

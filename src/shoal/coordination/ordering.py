@@ -28,7 +28,7 @@ from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import Plan, Ranks
 from ..operations.operation import Operation
-from ..operations.services import MinimalService
+from ..operations.services import Service
 from ..operations.stage import Stage, Steps
 from ..transport.collective_plan import CollectivePlan, Step
 from ..transport.link import Lease
@@ -66,7 +66,7 @@ class OrderingCounters:
     moved: int = 0
 
 
-class CollectiveOrdering(MinimalService):
+class CollectiveOrdering(Service):
     """The :class:`~shoal.operations.backend_stages.CollectiveBackend` of one agent that moves tensors by process
     groups."""
 
@@ -89,7 +89,7 @@ class CollectiveOrdering(MinimalService):
         self._until: int | None = None  # while it is quiesced: how many rounds are to have begun
         self._leaving = False
         self._awaited: set[int] | None = None  # ranks whose _ALL_MOVED is missing, if this agent leaves
-        self._have_said_so: set[int] = set()  # perhaps before this agent learns that it may leave
+        self._have_moved_all: set[int] = set()  # perhaps before this agent learns that it may leave
         self._call = -1, False  # the last round to which this agent was called, and whether also without requests
         self._broken: tuple[float, BaseException] | None = None
         self._stopped = False
@@ -147,8 +147,8 @@ class CollectiveOrdering(MinimalService):
         self._renew_groups()
 
     def _forget_all(self) -> None:
-        for asked in [*self._moving.values(), *self._pending.all()]:
-            asked.release()
+        for pending in [*self._moving.values(), *self._pending.all()]:
+            pending.release()
         self._moving, self._pending = {}, PendingRequests(self._engine.matcher)
 
     def _renew_groups(self) -> None:
@@ -181,20 +181,20 @@ class CollectiveOrdering(MinimalService):
         """
         self._group, self._changed, self._productive = (), True, False
         # A rejoined agent moves tensors again: this agent may not leave before that one has announced its exit again.
-        self._have_said_so.clear()
+        self._have_moved_all.clear()
         self._renew_groups()
 
     def withdraw(self, operation: Operation, stage: Stage) -> bool:
         """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.withdraw`."""
         if any(moving.stage is stage for moving in self._moving.values()):
             return False
-        for asked in self._pending.all():
-            if asked.stage is stage:
-                asked.withdrawn = True
+        for pending in self._pending.all():
+            if pending.stage is stage:
+                pending.withdrawn = True
                 # The others may already count on this request, so it stays until the round has ended.
-                if asked.committed:
+                if pending.committed:
                     return False
-                self._pending.drop(asked)
+                self._pending.drop(pending)
                 break
         return True
 
@@ -207,10 +207,10 @@ class CollectiveOrdering(MinimalService):
             return False
         if self._until is not None:
             return self._engine.rounds_begun(ROUND) < self._until
-        round_, even_so = self._call
+        round_, also_without_requests = self._call
         asks = bool(self._pending)
-        called = round_ >= self._engine.rounds_begun(ROUND) and (asks or even_so)
-        return called or self._leaving or (asks and (self._changed or self._productive or self._pending.is_one_free()))
+        called = round_ >= self._engine.rounds_begun(ROUND) and (asks or also_without_requests)
+        return called or self._leaving or (asks and (self._changed or self._productive or self._pending.has_released()))
 
     def begin(self) -> None:
         """Begin a round."""
@@ -260,9 +260,9 @@ class CollectiveOrdering(MinimalService):
 
     def _call_others(self, round_: int) -> None:
         """Notify the others that a round begins, if they might not begin it by themselves."""
-        called, even_so = self._call if self._call[0] >= round_ else (-1, False)
+        called, also_without_requests = self._call if self._call[0] >= round_ else (-1, False)
         some_only = self._leaving or bool(self._pending.concerned) or any(key.members for key in self._pending.known)
-        if (some_only and not even_so) or (not self._productive and called < 0):
+        if (some_only and not also_without_requests) or (not self._productive and called < 0):
             self._call = round_, some_only
             for rank in self._others:
                 self._announce(rank, _BEGINS_FOR_SOME if some_only else _BEGINS, round_)
@@ -275,13 +275,13 @@ class CollectiveOrdering(MinimalService):
         """An agent announces the begin of a round, or the end of its transfers; see
         :class:`~shoal.operations.services.Service`.
         """
-        round_, even_so = message.round, message.digest == _BEGINS_FOR_SOME
+        round_, also_without_requests = message.round, message.digest == _BEGINS_FOR_SOME
         if message.digest == _ALL_MOVED:
             self._await_no_more(source)
         elif round_ == self._call[0]:
-            self._call = round_, even_so or self._call[1]
+            self._call = round_, also_without_requests or self._call[1]
         elif round_ > self._call[0]:
-            self._call = round_, even_so
+            self._call = round_, also_without_requests
 
     def _steps(self, operation: Operation) -> Steps[RoundOutcome]:
         engine, cache = self._engine, self._cache
@@ -312,19 +312,19 @@ class CollectiveOrdering(MinimalService):
             return
         known = self._pending.known
         for key in [key for key in known if not key.members]:
-            for asked in known.pop(key):
-                there = self._taking_part(asked.operation)
+            for pending in known.pop(key):
+                there = self._taking_part(pending.operation)
                 if there != group:
-                    asked.request = replace(asked.request, entry=asked.request.entry.of(there))
-                self._pending.add(asked)
+                    pending.request = replace(pending.request, entry=pending.request.entry.of(there))
+                self._pending.add(pending)
 
     def _unready(self, ready: Sequence[CallSignature]) -> dict[TransferRequest, list[int]]:
         """The requests of this round, without the ready ones."""
         with self._engine.lock:
             known = self._pending.known
-            found = [asked for asked in self._pending.all() if asked.committed]
+            found = [pending for pending in self._pending.all() if pending.committed]
             first = {id(known[entry.key][0]) for entry in ready if entry.key in known}
-            return {asked.request: [self._engine.rank] for asked in found if id(asked) not in first}
+            return {pending.request: [self._engine.rank] for pending in found if id(pending) not in first}
 
     def _ended(self, attempt: int, outcome: RoundOutcome | None, error: BaseException | None) -> None:
         """A round has ended, equally on all agents. Under the lock."""
@@ -345,28 +345,28 @@ class CollectiveOrdering(MinimalService):
             self._break(outcome.differs)
             # Nothing is moved. An agent that leaves must still learn it: another round would be without itself.
             if outcome.leaving:
-                self._let_go(outcome)
+                self._release_leaving(outcome)
             return
         # First the cached calls, then the decision, on all agents: the backend pairs transfers by their order alone.
         steps = [*self._known_steps(outcome), *self._decided_steps(outcome)]
         # After the choice of the steps: a withdrawn request that is among them moves nevertheless. Any other withdrawal
         # is sent now, or the peers would wait until their deadline.
-        for asked in self._pending.all():
-            asked.committed = False
-            if asked.withdrawn:
-                self._pending.drop(asked)
-                self._engine.send_withdrawal(asked.operation, asked.stage)
+        for pending in self._pending.all():
+            pending.committed = False
+            if pending.withdrawn:
+                self._pending.drop(pending)
+                self._engine.send_withdrawal(pending.operation, pending.stage)
         if steps:
             self._groups.move(outcome.group, steps)
         if outcome.leaving:
-            self._let_go(outcome)
+            self._release_leaving(outcome)
 
-    def _let_go(self, outcome: RoundOutcome) -> None:
+    def _release_leaving(self, outcome: RoundOutcome) -> None:
         """Agents leave: report to them when all transfers before their departure have ended."""
         here, leaving = self._engine.rank, set(outcome.leaving)
         if here in leaving:
             self._awaited = set(outcome.group) & set(self._engine.alive)
-            self._awaited -= self._have_said_so
+            self._awaited -= self._have_moved_all
         self._groups.then(partial(self._all_moved, sorted(leaving - {here})))
 
     def _all_moved(self, leaving: list[int]) -> None:
@@ -379,7 +379,7 @@ class CollectiveOrdering(MinimalService):
             engine.wake()
 
     def _await_no_more(self, rank: int) -> None:
-        self._have_said_so.add(rank)
+        self._have_moved_all.add(rank)
         if self._awaited is not None:
             self._awaited.discard(rank)
             if not self._awaited:
@@ -408,37 +408,37 @@ class CollectiveOrdering(MinimalService):
         if self._engine.rank not in members:
             # A placeholder: it divides the steps into the same runs as on the members.
             return is_collective, None
-        asked = self._pending.find(request)
-        self._pending.take_out(asked)
-        asked.movement.members = members
-        asked.stage.absent, asked.stage.transferred_with = set(), asked.movement.others - {self._engine.rank}
-        self._emit("ordered", asked.operation, asked.stage)
-        self._moving[asked.movement] = asked
-        return is_collective, asked.movement
+        pending = self._pending.find(request)
+        self._pending.take_out(pending)
+        pending.movement.members = members
+        pending.stage.absent, pending.stage.transferred_with = set(), pending.movement.others - {self._engine.rank}
+        self._emit("ordered", pending.operation, pending.stage)
+        self._moving[pending.movement] = pending
+        return is_collective, pending.movement
 
     def _refuse(self, refusal: Refusal) -> None:
         place = refusal.name, refusal.stage, refusal.round
-        for asked in self._pending.all():
-            request = asked.request
+        for pending in self._pending.all():
+            request = pending.request
             if (request.key.name, request.key.stage, request.round) == place:
-                self._fail(asked, Mismatch(refusal.text, refusal.concerned))
+                self._fail(pending, Mismatch(refusal.text, refusal.concerned))
 
     def _break(self, rank: int) -> None:
         """Two agents have different caches. The requests of this round fail, and all agents clear their caches."""
         # The bits of different caches name different calls; the next round begins with equal, empty ones.
         self._cache.clear()
         here = self._engine.rank
-        for asked in [request for request in self._pending.all() if request.committed]:
-            problem = f"{asked.request} on rank {here}: rank {rank} remembers other operations than others do"
+        for pending in [request for request in self._pending.all() if request.committed]:
+            problem = f"{pending.request} on rank {here}: rank {rank} remembers other operations than others do"
             error = Mismatch(f"{problem}; all have forgotten theirs, and the next call begins anew", (rank,))
-            self._fail(asked, error)
+            self._fail(pending, error)
 
-    def _fail(self, asked: PendingRequest, error: Mismatch) -> None:
+    def _fail(self, pending: PendingRequest, error: Mismatch) -> None:
         """Fail a request. All agents learn of it in this round, so no message is needed: the request is still
         committed.
         """
-        self._engine.fail(asked.operation, error)
-        self._pending.drop(asked)
+        self._engine.fail(pending.operation, error)
+        self._pending.drop(pending)
 
     def _emit(self, kind: str, operation: Operation, stage: Stage, among: str = "") -> None:
         events = self._engine.events
@@ -453,13 +453,13 @@ class CollectiveOrdering(MinimalService):
         engine = self._engine
         with engine.lock:
             for movement in movements:
-                asked = self._moving.pop(movement, None)
+                pending = self._moving.pop(movement, None)
                 # It is None after reset(), which has released the memory.
-                if asked is not None:
+                if pending is not None:
                     self.counts.moved += 1
-                    self._emit("moved", asked.operation, asked.stage)
-                    asked.release()
-                    engine.transferred(asked.operation, asked.stage)
+                    self._emit("moved", pending.operation, pending.stage)
+                    pending.release()
+                    engine.transferred(pending.operation, pending.stage)
             engine.wake()
 
     def failed(self, groups: ProcessGroups, error: BaseException) -> None:

@@ -1,7 +1,8 @@
 """A request to transfer the tensors of one stage of an operation, once all its members have requested it.
 
 A request does not describe the tensors. By then the two agents of each edge have compared them, message by message
-(``operations/matching.py``). ``what`` holds the properties that all must agree on and no message compares.
+(``operations/matching.py``). The ``properties`` of a call are those that all must agree on
+and no message compares.
 
 An agent keeps its own requests as ``PendingRequest`` until their tensors have been transferred.
 """
@@ -137,37 +138,39 @@ class PendingRequests:
     def all(self) -> list[PendingRequest]:
         return [*(request for requests in self.known.values() for request in requests), *self.concerned]
 
-    def add(self, asked: PendingRequest) -> None:
-        if asked.request.peers is not None:
-            self.concerned.append(asked)
+    def add(self, pending: PendingRequest) -> None:
+        if pending.request.peers is not None:
+            self.concerned.append(pending)
             return
-        requests = self.known.setdefault(asked.request.key, deque())
+        requests = self.known.setdefault(pending.request.key, deque())
         # In the order of the rounds: a negotiation round offers the first request of a key only.
         place = len(requests)
-        while place and requests[place - 1].request.round > asked.request.round:  # its headers arrived later
+        while place and requests[place - 1].request.round > pending.request.round:  # its headers arrived later
             place -= 1
-        requests.insert(place, asked)
+        requests.insert(place, pending)
 
     def find(self, request: TransferRequest) -> PendingRequest:
         """This agent's own request, for a request that all members have made."""
         requests = self.concerned if request.peers is not None else self.known[request.key]
         return next(
-            asked for asked in requests if asked.request.round == request.round and asked.request.key == request.key
+            pending
+            for pending in requests
+            if pending.request.round == request.round and pending.request.key == request.key
         )
 
-    def take_out(self, asked: PendingRequest) -> None:
-        key = asked.request.key
-        if asked.request.peers is not None:
-            self.concerned = [other for other in self.concerned if other is not asked]
+    def take_out(self, pending: PendingRequest) -> None:
+        key = pending.request.key
+        if pending.request.peers is not None:
+            self.concerned = [other for other in self.concerned if other is not pending]
         else:
-            self.known[key].remove(asked)
+            self.known[key].remove(pending)
             if not self.known[key]:
                 del self.known[key]
 
-    def drop(self, asked: PendingRequest) -> None:
+    def drop(self, pending: PendingRequest) -> None:
         """Remove a request and release its memory."""
-        self.take_out(asked)
-        asked.release()
+        self.take_out(pending)
+        pending.release()
 
     def commit(self, there: Ranks) -> None:
         """A round begins among these ranks: choose the requests that this agent makes in it.
@@ -175,17 +178,19 @@ class PendingRequests:
         Requests that need an agent that has left are not made: their operations fail when its departure arrives.
         """
         first_open: dict[tuple[str, int], float] = {}
-        for asked in self.all():
-            name, number = place = asked.operation.name, asked.stage.number
+        for pending in self.all():
+            name, number = place = pending.operation.name, pending.stage.number
             if place not in first_open:
                 first_open[place] = self._first_open(name, number)
-            asked.held = asked.request.peers is None and asked.request.round > first_open[place]
-            asked.committed = not (asked.withdrawn or asked.held) and asked.partners <= {*there}
+            pending.held = pending.request.peers is None and pending.request.round > first_open[place]
+            pending.committed = not (pending.withdrawn or pending.held) and pending.partners <= {*there}
 
-    def is_one_free(self) -> bool:
+    def has_released(self) -> bool:
         """A request may be made now that was held back when the last round began."""
-        held = [asked for asked in self.all() if asked.held]
-        return any(asked.request.round <= self._first_open(asked.operation.name, asked.stage.number) for asked in held)
+        held = [pending for pending in self.all() if pending.held]
+        return any(
+            pending.request.round <= self._first_open(pending.operation.name, pending.stage.number) for pending in held
+        )
 
     def _first_open(self, name: str, number: int) -> float:
         """The first round under a name whose call may still request a stage, because it waits for headers.

@@ -64,12 +64,12 @@ class RoundOutcome:
         return bool(self.ready or self.decision or self.leaving) or self.differs >= 0
 
 
-Asked = Callable[[Sequence[CallSignature]], Mapping[TransferRequest, list[int]]]
+OwnRequests = Callable[[Sequence[CallSignature]], Mapping[TransferRequest, list[int]]]
 """Returns this agent's requests, without ready calls."""
 
 
 def coordinate(
-    engine: Engine, operation: Operation, group: Ranks, own: Vector, cache: ResponseCache, asked: Asked
+    engine: Engine, operation: Operation, group: Ranks, own: Vector, cache: ResponseCache, own_requests: OwnRequests
 ) -> Steps[RoundOutcome]:
     """The steps of one round, for this agent."""
     total, size, place = own, len(group), group.index(engine.rank)
@@ -89,12 +89,12 @@ def coordinate(
     ready = cache.ready(total.bits)
     if not total.asks and not cache.in_conflict(total.bits, ready):
         return RoundOutcome(group, ready, leaving=leaving)
-    decision = yield from _negotiated(engine, operation, group, place, asked(ready))
+    decision = yield from _negotiated(engine, operation, group, place, own_requests(ready))
     return RoundOutcome(group, ready, decision, True, leaving)
 
 
 def _negotiated(
-    engine: Engine, operation: Operation, group: Ranks, place: int, asked: Mapping[TransferRequest, list[int]]
+    engine: Engine, operation: Operation, group: Ranks, place: int, own_requests: Mapping[TransferRequest, list[int]]
 ) -> Steps[Decision]:
     """Requests go up the tree, the decision comes down."""
     fan_out = len(group) if len(group) <= FLAT else FAN_OUT
@@ -108,14 +108,14 @@ def _negotiated(
             _read(operation, rank, data, lambda content: requests_of(content, engine.size))
             for rank, data in received.items()
         ]
-        asked = merged([asked, *request_lists])
+        own_requests = merged([own_requests, *request_lists])
     if place:
-        up = _written(requests_as_data(asked))
+        up = _written(requests_as_data(own_requests))
         yield from _exchange_messages(engine, operation, {parent: up}, [], _UP + deepest - depth + 1)
         received = yield from _exchange_messages(engine, operation, {}, [parent], _DOWN + depth)
         decision = _read(operation, parent, received[parent], lambda content: decision_of(content, engine.size))
     else:
-        decision = decide(asked, group)
+        decision = decide(own_requests, group)
     if children:
         down = _written(decision_as_data(decision))
         yield from _exchange_messages(engine, operation, dict.fromkeys(children, down), [], _DOWN + depth + 1)
@@ -125,14 +125,14 @@ def _negotiated(
 def _exchange_messages(
     engine: Engine,
     operation: Operation,
-    says: Mapping[int, torch.Tensor],
+    outgoing: Mapping[int, torch.Tensor],
     sources: Sequence[int],
     stage: int | None = None,
 ) -> Steps[dict[int, torch.Tensor]]:
     """Send data to some ranks and receive data from others: uint8."""
     # By identity: all children get the same tensor, so the decision is copied once.
-    published = {id(data): engine.publish(operation, data) for data in says.values()}
-    sends = [Send(rank, published[id(data)], 0, data.numel(), tuple(data.shape)) for rank, data in says.items()]
+    published = {id(data): engine.publish(operation, data) for data in outgoing.values()}
+    sends = [Send(rank, published[id(data)], 0, data.numel(), tuple(data.shape)) for rank, data in outgoing.items()]
     arrived = yield Exchange(sends, sources, torch.uint8, stage=stage)
     payloads = {rank: _payload(message) for rank, message in arrived.items()}
     # A long message arrives in parts: its header alone resumes this operation.

@@ -125,7 +125,7 @@ class StatusReporter:
         op, name, round_, ended = self._matcher.ended_last
         return AgentStatus(
             tuple(waiting),
-            self._progress.somebody_waits or any(wait.gives_up is None for wait in waiting),
+            self._progress.caller_waits or any(wait.gives_up is None for wait in waiting),
             tuple(self._agreement.missing) if self._gate.paused else (),
             describe(op, name, round_)[:_LONGEST] if op else "",
             now - ended if op else 0.0,

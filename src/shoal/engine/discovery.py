@@ -53,9 +53,9 @@ def discover(
         assert message.payload is not None
         flat = message.payload.data.tolist()
         # These values decide where this agent sends later messages, so they are checked.
-        if len(flat) % 2 or not all(0 <= one < size for one in flat):
-            what = f"rank {behind} passed on what are no pairs of {size} ranks"
-            raise Mismatch(f"{operation}: {what}", (behind, engine.rank))
+        if len(flat) % 2 or not all(0 <= other < size for other in flat):
+            problem = f"rank {behind} passed on what are no pairs of {size} ranks"
+            raise Mismatch(f"{operation}: {problem}", (behind, engine.rank))
         notices += list(zip(flat[::2], flat[1::2], strict=True))
         step *= 2
     found = sorted({group[origin] for origin, other in notices if other == rank})

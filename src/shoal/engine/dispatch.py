@@ -60,13 +60,13 @@ class Dispatch:
         try:
             if kind is Kind.DATA:
                 if self._events.active:
-                    what = message.op, message.name, message.round
-                    self._events.emit("received", *what, 0, source, message.nbytes, "", message.stage)
+                    key = message.op, message.name, message.round
+                    self._events.emit("received", *key, 0, source, message.nbytes, "", message.stage)
                 self.take(source, message)
             elif kind is Kind.CONTROL:
                 if self._events.active:
-                    what = message.op, message.name, message.round
-                    self._events.emit("received", *what, 0, source, len(message.body))
+                    key = message.op, message.name, message.round
+                    self._events.emit("received", *key, 0, source, len(message.body))
                 self._services.serve(source, message)
             # With a name it confirms one part of a message; only one without a name frees the memory of all parts.
             elif kind is Kind.DONE and message.name:
@@ -90,8 +90,8 @@ class Dispatch:
         payload = message.payload
         assert payload is not None
         if payload.complete and self._events.active:
-            what = message.op, message.name, message.round
-            self._events.emit("arrived", *what, 0, source, message.nbytes, "", message.stage)
+            key = message.op, message.name, message.round
+            self._events.emit("arrived", *key, 0, source, message.nbytes, "", message.stage)
         if payload.on_more is not None:
             payload.on_more()
 
@@ -188,7 +188,7 @@ class Dispatch:
             self._matcher.keep_ask(source, message)
             waiting_for = operation.blocked_on if operation is not None else []
             if waiting_for:
-                self._sender.put_off(source, message, waiting_for)
+                self._sender.send_waits(source, message, waiting_for)
         elif result is MatchResult.NOW and operation is not None and operation.stage is not None:
             self._sender.answer(source, operation, operation.stage, bool(message.flags & HERE))
         elif operation is None or operation.stage is None or not operation.stage.will_send(source, message.stage):
@@ -249,5 +249,5 @@ class Dispatch:
             self._lifecycle.go_on(operation, stage)
         elif not (message.flags & DIED and self._failures.leave_behind(source, message.text)):
             kind = DeadlineExceeded if message.text.startswith(DeadlineExceeded.__name__) else Mismatch
-            what = f"rank {self._rank} waits for rank {source}, whose own call failed there ({message.text})"
-            self._lifecycle.fail(operation, kind(f"{operation}: {what}", message.shape or (source, self._rank)))
+            cause = f"rank {self._rank} waits for rank {source}, whose own call failed there ({message.text})"
+            self._lifecycle.fail(operation, kind(f"{operation}: {cause}", message.shape or (source, self._rank)))

@@ -205,7 +205,7 @@ class Engine(EngineFace):
         if not self.agreement.active:
             on_loss = FailurePolicy.FAIL
         if self.membership.view.is_joining and on_loss is not FailurePolicy.RETRY and op != PLAN:
-            raise self.rejoin.not_in_yet(op)
+            raise self.rejoin.not_joined(op)
         limit = 0.0
         while True:
             with deferred_span(op, name, "submit") if profiler._is_profiler_enabled else deferred:
@@ -229,21 +229,21 @@ class Engine(EngineFace):
     def _await_agreement(self, op: str, limit: float, seconds: float) -> None:
         """Wait until the survivors have agreed on a loss."""
         lifecycle, progress = self.lifecycle, self.progress
-        what = f"{op} on rank {self.rank}"
+        call = f"{op} on rank {self.rank}"
         # This thread would have to receive the reports for which it waits.
         if progress.mine:
             raise RuntimeError(
-                f"{what}: an agent was lost just now, and nothing can begin inside a callback until then"
+                f"{call}: an agent was lost just now, and nothing can begin inside a callback until then"
             )
         while not progress.drive_until(lambda: not lifecycle.gate.paused, limit):
             deferred.checkpoint()
             if progress.stopped:
-                raise NotInitialized(f"{what}: this agent has shut down; call shoal.init() first")
+                raise NotInitialized(f"{call}: this agent has shut down; call shoal.init() first")
             if clock.monotonic() >= limit:
                 with self.lock:
                     missing = self.agreement.missing
                 raise DeadlineExceeded(
-                    f"{what} waited {seconds:g} s for ranks {missing}: they have not acknowledged the loss of an agent",
+                    f"{call} waited {seconds:g} s for ranks {missing}: they have not acknowledged the loss of an agent",
                     missing,
                 )
 
@@ -291,8 +291,8 @@ class Engine(EngineFace):
                     break
         if started:
             operation = handle.operation
-            what, thread = (operation.op, operation.name, operation.round), threading.current_thread().name
-            self.events.emit("waited", *what, started, -1, 0, thread)
+            key, thread = (operation.op, operation.name, operation.round), threading.current_thread().name
+            self.events.emit("waited", *key, started, -1, 0, thread)
         return done
 
     def give_up(self, handle: Handle[Any], error: BaseException) -> None:
@@ -372,8 +372,8 @@ class Engine(EngineFace):
 
     def break_off(self, error: Exception) -> None:
         log.error("rank %d: the exchange failed", self.rank, exc_info=error)
-        what = f"an internal error ended the exchange ({type(error).__name__}: {error}); its log says where"
-        self.failures.break_off(what)
+        cause = f"an internal error ended the exchange ({type(error).__name__}: {error}); its log says where"
+        self.failures.break_off(cause)
 
     # Shutdown
 

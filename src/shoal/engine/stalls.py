@@ -108,7 +108,7 @@ class Stalls:
     def _of_services(self, now: float) -> list[_Stalled]:
         """The calls without an operation, as on windows, that are due for a report."""
         self._look_at_services = float("inf")  # before the check: a thread that begins to wait sets it again
-        calls = [one for service in self._services.all() for one in service.calls_that_wait()]
+        calls = [call for service in self._services.all() for call in service.calls_that_wait()]
         self._reported &= {(call, since) for call, _, since in calls}
         stalled = []
         for call, ranks, since in calls:

@@ -39,7 +39,7 @@ class MetricValue(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Convert to JSON data. Values that JSON lacks are strings: ``nan``, ``inf``."""
-        return {name: one if math.isfinite(one) else str(one) for name, one in self._asdict().items()}
+        return {name: value if math.isfinite(value) else str(value) for name, value in self._asdict().items()}
 
 
 class TrainingMetrics:
@@ -96,10 +96,10 @@ class StepCounter:
     def counts(self) -> dict[str, int]:
         """The number of steps, by optimizer."""
         # A copy first: the thread of an optimizer may add its name during the iteration.
-        return {name: one.count for name, one in list(self._of.items())}
+        return {name: steps.count for name, steps in list(self._of.items())}
 
     @property
     def seconds_ago(self) -> float | None:
         """Seconds since the last step ended; None if there was none."""
-        last = max((one.ended for one in list(self._of.values())), default=None)
+        last = max((steps.ended for steps in list(self._of.values())), default=None)
         return None if last is None else (clock.perf_counter_ns() - last) / 1e9

@@ -170,21 +170,23 @@ class Watchdog:
         remedy = "If they are only slow, raise SHOAL_TIMEOUT or pass timeout="
         stage = part.stage
         if stage is not None and stage.missing:
-            what = "they did not answer" if operation.one_sided else "they did not take part"
+            problem = "they did not answer" if operation.one_sided else "they did not take part"
             remedy += "" if operation.one_sided else f". {SAME_CALLS}"
         elif stage is not None and stage.to_move and not (operation.unconfirmed or stage.unconfirmed):
-            what = "they did not come to it" if waiting else "all have come to it, and its tensors have not been moved"
+            problem = (
+                "they did not come to it" if waiting else "all have come to it, and its tensors have not been moved"
+            )
         elif part.waiting_more:
-            what = "a part of what they sent has not arrived"
+            problem = "a part of what they sent has not arrived"
         elif operation.unconfirmed or (stage is not None and stage.unconfirmed):
-            what = "they did not confirm that they expected it"
+            problem = "they did not confirm that they expected it"
         else:
             behind = min(operation.channel.unacknowledged, default=operation.round)
             waiting = self._sender.receivers_behind(operation.name)
-            what = f"they have not read what was sent to them in round {behind}"
+            problem = f"they have not read what was sent to them in round {behind}"
         why = self._sender.problems_with(waiting)
         return DeadlineExceeded(
-            f"{operation} on rank {self._rank} waited {operation.timeout:g} s for ranks {waiting}: {what}. "
+            f"{operation} on rank {self._rank} waited {operation.timeout:g} s for ranks {waiting}: {problem}. "
             + (why or remedy)
             + self._stalls.last_answer(waiting, operation.started),
             waiting,

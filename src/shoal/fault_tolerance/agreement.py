@@ -32,13 +32,13 @@ from ..operations.fusion import Fusion
 from ..operations.lifecycle import Lifecycle
 from ..operations.membership import WHOLE, Departure, Plan, Ranks
 from ..operations.operation import FailurePolicy, Operation
-from ..operations.services import MinimalService
+from ..operations.services import Service
 from ..operations.shared_parts import SharedParts
-from ..operations.submission_gate import cannot_go_on
+from ..operations.submission_gate import impossible_without
 from ..transport.wire import Message, ProtocolError
 from .loss_reports import Decision, LossReport, parsed_report
 from .membership_states import AgentEvent, MembershipTable
-from .recovery import await_result, conclude, go_on_without, restart
+from .recovery import await_result, complete_without, conclude, restart
 from .result_cache import ResultTransfer
 
 WORD = "~agreement"
@@ -71,7 +71,7 @@ class LossReactions(Protocol):
         """End all current and later operations with ``error``."""
 
 
-class Agreement(MinimalService):
+class Agreement(Service):
     """One agent's part in agreements. Used under the engine's lock.
 
     Args:
@@ -80,6 +80,7 @@ class Agreement(MinimalService):
     Attributes:
         active: Whether agents agree on losses. Otherwise a loss ends all operations, and this object is not used.
         listeners: Called by the driving thread with every change.
+        decisions: The earlier decisions that may still be needed.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Agreement(MinimalService):
         self._failures: LossReactions
         self._stops_as_minority = False
         self._reports: dict[int, LossReport] = {}  # the last report of each agent
-        self._decisions: list[Decision] = []
+        self.decisions: list[Decision] = []
 
     def react_by(self, failures: LossReactions) -> None:
         """Set the reactions to losses that other agents report."""
@@ -123,12 +124,12 @@ class Agreement(MinimalService):
     @property
     def gone(self) -> Ranks:
         """The lost ranks on which all survivors have agreed, ascending."""
-        return self._gate.gone
+        return self._gate.plan.gone
 
     @property
     def now(self) -> Plan:
         """The plan of operations that begin now."""
-        return Plan(self._gate.gone, self._gate.entered)
+        return self._gate.plan
 
     @property
     def alive(self) -> Ranks:
@@ -154,7 +155,7 @@ class Agreement(MinimalService):
     @property
     def _noticed(self) -> Plan:
         alive = self._membership.view.alive
-        return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.entered)
+        return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.plan.entered)
 
     def plan_of(self, name: str, round_: int, on_loss: FailurePolicy) -> tuple[Plan, frozenset[int]]:
         """The plan of a round that begins now, and the ranks of the plan that were lost and replaced since it was made.
@@ -165,7 +166,7 @@ class Agreement(MinimalService):
         if on_loss is FailurePolicy.RETRY:
             return self._plan_of_all(name, round_), frozenset()
         late = self._admitted_after(name, round_)
-        for decision in reversed(self._decisions):
+        for decision in reversed(self.decisions):
             if round_ >= decision.begun.get(name, 0):
                 return decision.plan, late
         return WHOLE, late
@@ -181,7 +182,7 @@ class Agreement(MinimalService):
 
     def _admitted_after(self, name: str, round_: int) -> frozenset[int]:
         """The ranks whose agents were admitted after another agent had begun a round."""
-        entries = {rank: decision for decision in self._decisions for rank in decision.entered}  # each rank's last
+        entries = {rank: decision for decision in self.decisions for rank in decision.entered}  # each rank's last
         return frozenset(rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_)
 
     def missed(self, rank: int) -> None:
@@ -212,16 +213,16 @@ class Agreement(MinimalService):
         kept: dict[str, list[int]] = {}
         for name, round_ in self._results.cache.results:
             kept.setdefault(name, []).append(round_)
-        return LossReport(self._noticed, self._matcher.all_begun(), open_, kept, self._decisions, self.out_of_reach)
+        return LossReport(self._noticed, self._matcher.all_begun(), open_, kept, self.decisions, self.out_of_reach)
 
     def serve(self, source: int, message: Message) -> None:
         """Take another agent's report; see :class:`~.services.Service`."""
         losses, report = read_json(message, "a loss", partial(parsed_report, size=self._size))
         if not self.active:
             return
-        if report.plan.entered > self._gate.entered:
-            self._let_in_now()
-        if report.plan.entered != self._gate.entered:
+        if report.plan.entered > self._gate.plan.entered:
+            self._conclude_admission()
+        if report.plan.entered != self._gate.plan.entered:
             return  # its sender has to admit agents first, and will report again
         self._reports[source] = report
         alive = self._membership.view.alive
@@ -246,11 +247,11 @@ class Agreement(MinimalService):
         if self._stops_as_minority and partition_order(self._membership.view.alive) < partition_order(beyond):
             self._stop_as_minority(sorted(beyond))
             return
-        entered = self._gate.entered
+        entered = self._gate.plan.entered
         for operation in self._matcher.in_flight():
             if operation.on_end is not None and _all_have_result(operation, by_rank):
                 conclude(self._lifecycle, operation)
-                if self._gate.entered != entered:  # the admitted agents take part in the agreement
+                if self._gate.plan.entered != entered:  # the admitted agents take part in the agreement
                     return
         begun: dict[str, int] = {}
         for report in reports:
@@ -259,7 +260,7 @@ class Agreement(MinimalService):
                 begun[name] = max(count, begun.get(name, 0))
         # Some agents may have agreed on a smaller loss, and begun rounds, before they learned of the larger one.
         earlier = {decision.order: decision for report in reports for decision in report.decisions}
-        self._decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
+        self.decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
         self._reports = {}
         # First: the process groups and restarted operations below read the new plan from the gate.
         self._gate.resume(plan.gone)
@@ -267,9 +268,9 @@ class Agreement(MinimalService):
         self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
         for operation in self._matcher.in_flight():
             self._repair(operation, by_rank)
-        self._hand_on(by_rank)
+        self._send_results(by_rank)
 
-    def _hand_on(self, reports: dict[int, LossReport]) -> None:
+    def _send_results(self, reports: dict[int, LossReport]) -> None:
         """Send cached results to agents without them, if this agent is the first that has the result."""
         for name, round_ in self._results.cache.results:
             keepers = [rank for rank, report in reports.items() if report.keeps(name, round_)]
@@ -281,9 +282,9 @@ class Agreement(MinimalService):
         recovery = operation.recovery
         if recovery is None:
             if not operation.one_sided:
-                self._lifecycle.fail(operation, cannot_go_on(operation, self.gone))
+                self._lifecycle.fail(operation, impossible_without(operation, self.gone))
         elif not operation.restarts:
-            go_on_without(self._lifecycle, operation, self.gone)
+            complete_without(self._lifecycle, operation, self.gone)
         # The reports are equal on all survivors. An agent on which the operation has ended would join no restart.
         elif _all_have_result(operation, reports):
             conclude(self._lifecycle, operation)
@@ -316,14 +317,9 @@ class Agreement(MinimalService):
 
     # Admission
 
-    @property
-    def decisions(self) -> list[Decision]:
-        """The earlier decisions that may still be needed."""
-        return self._decisions
-
-    def _let_in_now(self) -> None:
+    def _conclude_admission(self) -> None:
         """Conclude an admission: its operation has ended on another agent, so all have its result."""
-        entered = self._gate.entered
+        entered = self._gate.plan.entered
         for operation in self._matcher.in_flight():
             if (
                 operation.on_end is not None
@@ -331,7 +327,7 @@ class Agreement(MinimalService):
                 and operation.recovery.result is not None
             ):
                 conclude(self._lifecycle, operation)
-                if self._gate.entered != entered:
+                if self._gate.plan.entered != entered:
                     return
         raise ProtocolError("it has let somebody in alone")
 
@@ -344,8 +340,8 @@ class Agreement(MinimalService):
             ranks: The admitted agents.
             begun: The number of rounds that some agent had begun, by name, as all members have agreed.
         """
-        plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.entered + len(ranks))
-        self._decisions = [*self._decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
+        plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.plan.entered + len(ranks))
+        self.decisions = [*self.decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
         self._gate.install_plan(plan)
         self._announce(entered=ranks)
 
@@ -357,14 +353,14 @@ class Agreement(MinimalService):
     def enter(self, plan: Plan, decisions: list[Decision]) -> None:
         """Adopt the agreed state: this agent has been admitted."""
         entered = tuple(sorted({self._rank, *self.gone} - set(plan.gone)))
-        self._decisions = decisions
+        self.decisions = decisions
         self._gate.install_plan(plan)
         self._announce(entered=entered)
 
     def begin_without(self, ranks: Ranks) -> None:
         """Plan all rounds without agents that have not started, as if they had been lost before."""
         self._gate.install_plan(Plan(ranks))
-        self._decisions = [Decision(self.now, {})]
+        self.decisions = [Decision(self.now, {})]
 
     def stand_alone(self) -> None:
         """Plan all rounds without other agents, while this agent waits to rejoin."""

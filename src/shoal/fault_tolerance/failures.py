@@ -44,7 +44,7 @@ class FailureDetector:
         due = clock.monotonic() + (0.0 if final else GRACE if self._router.knows(peer) else UNCONNECTED_GRACE)
         known = self._suspects.get(peer)
         if known is not None:
-            if known[1].told_by == peer:  # its own shutdown message has the cause
+            if known[1].reported_by == peer:  # its own shutdown message has the cause
                 if known[0] == float("inf"):  # its last messages were awaited; there may be none left
                     follows = float("inf") if self._router.receives_from(peer) else due
                     self._schedule(clock.monotonic() if final else follows, known[1])
@@ -56,7 +56,7 @@ class FailureDetector:
                 return due
         # An own sign replaces another agent's report. With the report as the cause, the error would say that only those
         # two agents have lost each other, and that both still run.
-        if known is None or due < known[0] or (known[1].died and known[1].told_by != self._rank):
+        if known is None or due < known[0] or (known[1].died and known[1].reported_by != self._rank):
             self._schedule(due, Departure(peer, cause, True, self._rank, certain))
         return self._suspects[peer][0]
 
@@ -85,7 +85,7 @@ class FailureDetector:
         third agent has reported remains the cause.
         """
         known = self._suspects.get(departure.rank)
-        if known is not None and known[1].died and known[1].certain and known[1].told_by != self._rank:
+        if known is not None and known[1].died and known[1].certain and known[1].reported_by != self._rank:
             return known[1]
         return departure
 
@@ -108,7 +108,7 @@ class FailureDetector:
         connecting. So the shutdown waits until that message arrives on this agent's link. If the agent died, this
         agent's connections show that soon. If they do not, only those two agents have lost each other.
         """
-        rank, own = departure.rank, departure.told_by == departure.rank
+        rank, own = departure.rank, departure.reported_by == departure.rank
         hears = not departure.died and self._router.receives_from(rank)
         if rank not in self._membership.view.alive or (hears and not own):
             return float("inf")
@@ -116,9 +116,9 @@ class FailureDetector:
         due = float("inf") if shows or hears else clock.monotonic() + GRACE
         if rank in self._suspects:
             due, known = min(due, self._suspects[rank][0]), self._suspects[rank][1]
-            if known.died and not (own and known.told_by == self._rank):  # the end was that of its shutdown
+            if known.died and not (own and known.reported_by == self._rank):  # the end was that of its shutdown
                 departure = known
-            if departure.told_by == rank:
+            if departure.reported_by == rank:
                 del self._suspects[rank]  # to the end: the loss that its shutdown message names may be its cause
         self._schedule(due, departure)
         return due
@@ -136,7 +136,7 @@ class FailureDetector:
         """
         earlier = 0.0
         for due, departure in self._suspects.values():
-            at = max(due, earlier) if departure.told_by == departure.rank else due
+            at = max(due, earlier) if departure.reported_by == departure.rank else due
             if departure.died:
                 earlier = max(earlier, at)
             yield at, departure
@@ -271,11 +271,11 @@ class Failures:
 
     def _confirm(self, gone: Departure) -> None:
         """Remove an agent that died or shut down: notify the neighbours, and end operations that need it."""
-        rank, cause, died, told_by, _, because, _ = gone
+        rank, cause, died, reported_by, _, because, _ = gone
         self._detector.forget(rank)
         if rank == self._rank:
             # The others close their connections to this agent. It would take that for their loss, and report it.
-            self.break_off(f"rank {told_by} counts it as lost ({cause})")
+            self.break_off(f"rank {reported_by} counts it as lost ({cause})")
             return
         before = self._membership.state(rank)
         after = self._membership.apply(departure_event(gone), rank, cause)
@@ -331,15 +331,15 @@ class Failures:
 
     def _explained(self, gone: Departure) -> tuple[str, int] | tuple[str, int, int]:
         """The error message of a loss, and the ranks that it names."""
-        rank, cause, _, told_by, certain, _, _ = gone
+        rank, cause, _, reported_by, certain, _, _ = gone
         if cause == NEEDED:
             return f"rank {rank} {cause.removeprefix('it ')}. {UNEVEN}", rank
-        if told_by in (self._rank, rank):
+        if reported_by in (self._rank, rank):
             return f"rank {rank} was lost ({cause})", rank
         if not certain and self._router.knows(rank):
-            text = f"ranks {rank} and {told_by} have lost each other ({cause}, as rank {told_by} says)"
-            return f"{text}, and both are there", rank, told_by
-        return f"rank {rank} was lost ({cause}, as rank {told_by} says)", rank
+            text = f"ranks {rank} and {reported_by} have lost each other ({cause}, as rank {reported_by} says)"
+            return f"{text}, and both are there", rank, reported_by
+        return f"rank {rank} was lost ({cause}, as rank {reported_by} says)", rank
 
     def _lose(self, cause: str, *ranks: int) -> None:
         """End current and later operations that need all agents."""

@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import PeerLost
 from ..operations.control_messages import read_json
 from ..operations.membership import View
-from ..operations.services import MinimalService
+from ..operations.services import Service
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
 from ..transport.link import NullReceiver
@@ -43,7 +43,7 @@ _SHIFT = 32
 """The shift of the partition's size in an answer, whose lower bits are its lowest rank; 0 means no information."""
 
 
-class PartitionResolver(MinimalService):
+class PartitionResolver(Service):
     """The partition resolver of one agent. Used under the engine's lock."""
 
     def __init__(
@@ -61,7 +61,7 @@ class PartitionResolver(MinimalService):
         self._sender = parts.sender
         self._gate = gate
         self._agreement = agreement
-        self._asking = PeerProbe(parts.router)
+        self._probe = PeerProbe(parts.router)
         self._due = float("inf")
         self._asked_at = 0.0
         self._turn = parts.rank  # so that agents do not all probe the same one
@@ -95,13 +95,13 @@ class PartitionResolver(MinimalService):
     def _look(self, now: float) -> float:
         beyond = self._larger_beyond()
         if not beyond:
-            self._asking.cancel()
+            self._probe.cancel()
             return float("inf")
-        waits = self._asking.is_pending and now < self._asked_at + PATIENCE
+        waits = self._probe.is_pending and now < self._asked_at + PATIENCE
         if not waits and not self._gate.paused:
             peer = beyond[self._turn % len(beyond)]
             self._turn, self._asked_at = self._turn + 1, now
-            self._asking.ask(peer, partial(self._answered, peer))
+            self._probe.ask(peer, partial(self._answered, peer))
         return now + EVERY
 
     def _larger_beyond(self) -> list[int]:
@@ -141,7 +141,7 @@ class PartitionResolver(MinimalService):
         """The size and lowest rank of this agent's partition, for a prober that it counts as lost; otherwise 0."""
         alive = self._membership.view.alive
         # A process whose rank was restarted since is no member, although its rank is one.
-        is_with_it = rank in alive and incarnation >= self._router.place_of(rank).incarnation
+        is_with_it = rank in alive and incarnation >= self._router.places[rank].incarnation
         # During an agreement this partition may still lose agents, or stop as the minority: no other must yield to it.
         if is_with_it or self._gate.paused or not self._is_running:
             return 0
@@ -157,13 +157,13 @@ class PartitionResolver(MinimalService):
     # As a service
 
     def descriptors(self) -> list[int]:
-        return self._asking.descriptors()
+        return self._probe.descriptors()
 
     def close(self, deadline: float) -> None:
         with self._progress.lock:
             # The shutdown still drives the exchange: a check would open another probe, which nothing would close.
             self._closed = True
-            self._asking.cancel()
+            self._probe.cancel()
 
 
 class PeerProbe:

@@ -15,7 +15,7 @@ from ..operations.membership import Plan
 from ..operations.operation import Operation
 
 
-def go_on_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -> None:
+def complete_without(lifecycle: Lifecycle, operation: Operation, gone: tuple[int, ...]) -> None:
     """Complete a round between neighbours without the missing or incomplete messages of lost agents."""
     stage, recovery = operation.stage, operation.recovery
     if recovery is None:

@@ -23,7 +23,7 @@ from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
 from ..operations.control_messages import parsed_counts, parsed_ranks, read_json
 from ..operations.membership import NOT_YET, Plan
 from ..operations.operation import Operation
-from ..operations.services import MinimalService
+from ..operations.services import Service
 from ..operations.shared_parts import SharedParts
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.pending_peers import ENTRY
@@ -70,7 +70,7 @@ def _checked(kind: type[T], data: Mapping[str, Any]) -> T:
     return kind(**data)
 
 
-class Rejoin(MinimalService):
+class Rejoin(Service):
     """One agent's part in admissions, as a member or as the joining agent. Used under the engine's lock.
 
     Attributes:
@@ -88,7 +88,7 @@ class Rejoin(MinimalService):
         self.rejoin_seconds = float("inf")
         self.on_entry: Callable[[], None] = lambda: None
         self._asked: dict[int, JoiningPeer] = {}
-        self._sign = RejoinMarker()
+        self._marker = RejoinMarker()
         self._unreachable: list[int] = []  # all other ranks, if no connection to any can be opened
         self._rank = parts.rank
         self._size = parts.size
@@ -131,10 +131,6 @@ class Rejoin(MinimalService):
         name.
         """
         operation.on_end = self._admit
-
-    def begun(self) -> dict[str, int]:
-        """The number of rounds that this agent has begun, by name."""
-        return self._matcher.all_begun()
 
     def _admit(self, found: tuple[Mapping[int, JoiningPeer], dict[str, int]]) -> None:
         joining_peers, begun = found
@@ -180,8 +176,8 @@ class Rejoin(MinimalService):
         self._membership.stand_alone(self._rank)
         self._agreement.stand_alone()
         # The launcher counts no agent with this marker as a survivor that could admit others.
-        self._sign.show()
-        self._router.begin_pending()
+        self._marker.show()
+        self._router.is_joining = True
 
     def ask(self) -> None:
         """Request admission from all agents. Agents that have ended do not answer."""
@@ -196,14 +192,14 @@ class Rejoin(MinimalService):
             link.post(message)
             link.flush()
 
-    def wait(self, seconds: float, says_so: float) -> None:
+    def wait(self, seconds: float, report_every: float) -> None:
         """Request admission, and wait until the members have admitted this agent. Progress is logged.
 
         Takes the lock itself.
 
         Args:
             seconds: The timeout.
-            says_so: Seconds between log messages.
+            report_every: Seconds between log messages.
 
         Raises:
             PeerLost: The members have ended, or no connection to any of them can be opened.
@@ -215,7 +211,7 @@ class Rejoin(MinimalService):
             self.ask()
             self._router.poller.wake()
         while not progress.drive_until(
-            lambda: not self.is_waiting or bool(self._unreachable), min(limit, clock.monotonic() + says_so)
+            lambda: not self.is_waiting or bool(self._unreachable), min(limit, clock.monotonic() + report_every)
         ):
             deferred.checkpoint()
             if progress.stopped:
@@ -231,20 +227,20 @@ class Rejoin(MinimalService):
                 f"; {problems}" if problems else "",
             )
         if self._unreachable:
-            error = self.nobody_reached()
+            error = self.no_member_reached()
             with progress.lock:  # otherwise shutdown would wait for messages to them
                 for rank in self._unreachable:
                     self._router.drop(rank)
             raise error
         if self.is_joining:
-            raise self.nobody_left()
+            raise self.no_member_left()
 
     def check_joined(self, call: str) -> None:
         """Raise ShoalError for a call while this agent waits to be admitted."""
         if self.is_joining:
-            raise self.not_in_yet(call)
+            raise self.not_joined(call)
 
-    def not_in_yet(self, call: str) -> ShoalError:
+    def not_joined(self, call: str) -> ShoalError:
         return ShoalError(
             f"{call} on rank {self._rank}: this agent came later, and has not entered the run of the others: it does "
             "where it loads its shoal.Checkpoint, which has to come first; see docs/rejoin.md",
@@ -266,7 +262,7 @@ class Rejoin(MinimalService):
             asked,
         )
 
-    def nobody_reached(self) -> PeerLost:
+    def no_member_reached(self) -> PeerLost:
         """The error if no connection to a member can be opened, so that no member knows that this agent waits."""
         return PeerLost(
             f"rank {self._rank} was started later, and none of the others hears that it waits to be let in: "
@@ -275,7 +271,7 @@ class Rejoin(MinimalService):
             self._unreachable,
         )
 
-    def nobody_left(self) -> PeerLost:
+    def no_member_left(self) -> PeerLost:
         """The error if all members have ended before they admitted this agent."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         return PeerLost(
@@ -291,8 +287,8 @@ class Rejoin(MinimalService):
         ended = {int(rank): str(cause)[:1000] for rank, cause in data["ended"].items()}
         if len(everybody) != self._size or self._rank in plan.gone:
             raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
-        self._sign.hide()
-        self._router.end_pending()
+        self._marker.hide()
+        self._router.is_joining = False
         # Before the buffered messages are delivered: these name rounds of the job, not of this agent in isolation.
         self._matcher.begin_at(begun)
         for rank, peer in enumerate(everybody):
@@ -351,7 +347,7 @@ class Rejoin(MinimalService):
         return when
 
     def descriptors(self) -> list[int]:
-        return self._sign.descriptors()
+        return self._marker.descriptors()
 
     def close(self, deadline: float) -> None:
-        self._sign.hide()
+        self._marker.hide()

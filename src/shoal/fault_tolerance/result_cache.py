@@ -20,7 +20,7 @@ from ..operations.control_messages import read_json
 from ..operations.lifecycle import Lifecycle
 from ..operations.matching import Key
 from ..operations.operation import Operation
-from ..operations.services import MinimalService
+from ..operations.services import Service
 from ..operations.shared_parts import SharedParts
 from ..transport.link import Published
 from ..transport.shared_regions import ResultPool
@@ -50,7 +50,7 @@ class CachedResult:
     without: set[int]
 
 
-class ResultCache(MinimalService):
+class ResultCache(Service):
     """The result cache of one agent. Used under the engine's lock.
 
     Attributes:
@@ -135,7 +135,7 @@ class ResultCache(MinimalService):
             self._drop(key, kept, rank)
 
 
-class ResultTransfer(MinimalService):
+class ResultTransfer(Service):
     """Sends cached results after a loss, and takes those of other agents. Used under the engine's lock.
 
     Attributes:

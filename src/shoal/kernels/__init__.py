@@ -1,7 +1,8 @@
 """Sums, reductions and copies on the tensors' device, with one read and one write per element.
 
 Each has up to three implementations with bitwise equal results: a Triton program, a compiled kernel for CPUs
-(``native``), and torch operations in the same order. :func:`way_of` returns the one that is used. See docs/kernels.md.
+(``native``), and torch operations in the same order. :func:`implementation_of` returns the one that is used. See
+docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from .native import library
 
-Way = Literal["triton", "native", "torch"]
+Implementation = Literal["triton", "native", "torch"]
 _LEAST_CAPABILITY = (8, 0)
 """The compute capability of Ampere, from which on Triton supports devices fully."""
 
@@ -49,7 +50,7 @@ def hands_over_whole_floats() -> bool:
     return bool(typed) and all(parameter.annotation_type == parameter.annotation for parameter in typed)
 
 
-def way_of(tensor: torch.Tensor) -> Way:
+def implementation_of(tensor: torch.Tensor) -> Implementation:
     """The implementation that kernels use on the device of ``tensor``, if none is given.
 
     ``"triton"`` on NVIDIA's devices from Ampere on, if Triton is installed; ``"native"`` on CPUs, if the compiled

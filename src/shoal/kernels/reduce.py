@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from . import Way, on_device_of, way_of
+from . import Implementation, implementation_of, on_device_of
 from .native import sums as native
 from .weighted_sum import BLOCK, FLOATS, HALF, check_alike, divide, overlap, real, wide_of
 
 INPUTS_OF_A_PROGRAM = 16
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+Step = Callable[..., object]
+"""Reduces two tensors into ``out``."""
 
 
 def _multiply(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
@@ -34,24 +35,12 @@ def _multiply(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> N
     c[..., 0] = real_part
 
 
-def _add(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-    torch.add(first, second, out=out)
-
-
-def _minimum(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-    torch.minimum(first, second, out=out)
-
-
-def _maximum(first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
-    torch.maximum(first, second, out=out)
-
-
 _REDUCE: dict[str, Step] = {
-    "sum": _add,
-    "average": _add,
+    "sum": torch.add,
+    "average": torch.add,
     "product": _multiply,
-    "min": _minimum,
-    "max": _maximum,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
 REDUCTIONS = tuple(_REDUCE)
 
@@ -91,7 +80,7 @@ def _combine_torch(how: str, parts: Sequence[Sequence[int]], out: torch.Tensor, 
     for part in others:
         reduction = torch.empty_like(total)
         _fold(part, step, reduction)
-        step(total, reduction, total)
+        step(total, reduction, out=total)
     if how == "average":
         if total.is_floating_point():
             divide(total, len(inputs), total)
@@ -108,10 +97,10 @@ def _fold(terms: Sequence[torch.Tensor], step: Step, out: torch.Tensor) -> None:
         out.copy_(terms[0])
         rest = terms[1:]
     else:
-        step(terms[0], terms[1], out)
+        step(terms[0], terms[1], out=out)
         rest = terms[2:]
     for term in rest:
-        step(out, term.float() if wide else term, out)
+        step(out, term.float() if wide else term, out=out)
 
 
 def reduce(
@@ -120,17 +109,17 @@ def reduce(
     inputs: Sequence[torch.Tensor],
     *,
     parts: Sequence[Sequence[int]] = (),
-    way: Way | None = None,
+    implementation: Implementation | None = None,
 ) -> None:
     """Set ``out`` to the sum, average, product, minimum or maximum of ``inputs``, in their order.
 
-    torch computes integers, complex products and more than 16 inputs, for any ``way``.
+    torch computes integers, complex products and more than 16 inputs, for any ``implementation``.
 
     Args:
         out: Flat, without gaps; it may be one of ``inputs``.
         inputs: Tensors like ``out``, one of each agent, in rank order.
         parts: The positions in that order that form a part: each part is reduced by itself first.
-        way: :func:`~shoal.kernels.way_of` of ``out`` if not given.
+        implementation: :func:`~shoal.kernels.implementation_of` of ``out`` if not given.
 
     Raises:
         ValueError: The tensors differ in kind, or have gaps; or there is no such reduction.
@@ -144,14 +133,14 @@ def reduce(
         return
     fits = out.dtype in FLOATS and len(inputs) <= INPUTS_OF_A_PROGRAM
     spoils = any(overlap(out, tensor) for tensor in inputs)
-    way = way or way_of(out)
-    if fits and way == "triton":
+    implementation = implementation or implementation_of(out)
+    if fits and implementation == "triton":
         spoils = any(overlap(out, tensor) and tensor.data_ptr() != out.data_ptr() for tensor in inputs)
         target = torch.empty_like(out) if spoils else out
         _by_program(target, how, inputs, parts or [range(len(inputs))])
     else:
         target = torch.empty_like(out) if spoils else out
-        if way == "native" and native.fits(target, inputs, least=0):
+        if implementation == "native" and native.fits(target, inputs, least=0):
             _combine_native(how, parts, target, inputs)
         else:
             _combine_torch(how, parts, target, inputs)

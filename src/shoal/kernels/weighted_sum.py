@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import Way, on_device_of, way_of
+from . import Implementation, implementation_of, on_device_of
 from .native import sums as native
 
 HALF = (torch.float16, torch.bfloat16)
@@ -144,7 +144,7 @@ def weighted_sum(
     terms: Sequence[torch.Tensor | None],
     weights: Sequence[float],
     *,
-    way: Way | None = None,
+    implementation: Implementation | None = None,
 ) -> None:
     """``out = own_weight * own + sum of weight * term``, with one read and one write of each number.
 
@@ -154,7 +154,7 @@ def weighted_sum(
         out: Flat, without gaps; it may be ``own`` or a term.
         own, terms: Tensors of the dtype, length and device of ``out``, with any alignment.
         weights: One for each term. float32 sums round them to float32.
-        way: :func:`~shoal.kernels.way_of` of ``out`` if not given.
+        implementation: :func:`~shoal.kernels.implementation_of` of ``out`` if not given.
 
     Raises:
         ValueError: The tensors differ in kind, or have gaps, or are not of floating point.
@@ -169,28 +169,28 @@ def weighted_sum(
     if not target.numel():
         return
     kept = [float(own_weight), *(weight for _, weight in here)]
-    way = way or way_of(out)
-    if way == "triton":
+    implementation = implementation or implementation_of(out)
+    if implementation == "triton":
         _in_passes(target, mine, theirs, kept, factor)
     elif any(overlap(target, term) for term in theirs) or (
         overlap(target, mine) and target.data_ptr() != mine.data_ptr()
     ):
         total = torch.empty_like(target)
-        _weigh_by(way, kept, factor, total, mine, theirs)
+        _weigh_by(implementation, kept, factor, total, mine, theirs)
         target.copy_(total)
     else:
-        _weigh_by(way, kept, factor, target, mine, theirs)
+        _weigh_by(implementation, kept, factor, target, mine, theirs)
 
 
 def _weigh_by(
-    way: Way,
+    implementation: Implementation,
     weights: Sequence[float],
     factor: Factor | None,
     out: torch.Tensor,
     own: torch.Tensor,
     terms: Sequence[torch.Tensor],
 ) -> None:
-    if way == "native" and native.fits(out, [own, *terms], least=0):
+    if implementation == "native" and native.fits(out, [own, *terms], least=0):
         _weigh_native(weights, factor, out, [own, *terms])
     else:
         _weigh_torch(weights, factor, out, own, terms)

@@ -66,7 +66,7 @@ class StatusPublisher:
     def _count(self, counts: bool) -> None:
         with self._agent.engine.lock:
             traffic = self._agent.engine.edge_counters
-            traffic.count_from_now_on(counts)
+            traffic.set_counting(counts)
 
     def _run(self) -> None:
         while self._sock is not None:

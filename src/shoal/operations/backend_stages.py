@@ -66,7 +66,7 @@ class BackendStages:
         for message in stage.arrived.values():
             # The backend has written the tensors itself: no link marks them as arrived, and a sum would wait for that.
             if message.payload is not None:
-                message.payload.is_complete()
+                message.payload.mark_complete()
         # The operation may have failed or left the stage during the transfer. Resumed, it would skip its current stage.
         if operation.error is None and operation.stage is stage:
             self._go_on(operation, stage)
@@ -89,7 +89,7 @@ class BackendStages:
         for rank in sorted(ranks - {self._rank}):
             self._sender.deny(rank, operation, stage.number, failure)
 
-    def go_by_links(self) -> Iterator[Operation]:
+    def redirect_to_links(self) -> Iterator[Operation]:
         """Redirect tensors in transit between survivors to links after a loss, unless all survivors have them already.
 
         Operations that restart use the backend again. Yields the operations whose stages are complete.
@@ -101,7 +101,7 @@ class BackendStages:
         for operation in self._matcher.in_flight():
             stage = operation.stage
             if stage is not None and stage.to_move and not operation.restarts:
-                stage.goes_by_links()
+                stage.redirect_to_links()
                 if stage.complete:
                     yield operation
         # Reached only if the caller exhausts this generator. Otherwise the receivers wait until their deadlines.

@@ -39,7 +39,7 @@ class Bodies:
     def __init__(self) -> None:
         self._incomplete: dict[tuple[int, str], bytearray] = {}
 
-    def join(self, source: int, word: str, piece: Message) -> Message | None:
+    def join(self, source: int, prefix: str, piece: Message) -> Message | None:
         """The whole message if this was its last piece, or None.
 
         Raises:
@@ -48,18 +48,18 @@ class Bodies:
         if len(piece.body) == piece.nbytes:
             return piece
         # The first piece drops the rest of a body whose sender was lost and started again.
-        body = self._incomplete.pop((source, word), bytearray()) if piece.offset else bytearray()
+        body = self._incomplete.pop((source, prefix), bytearray()) if piece.offset else bytearray()
         if len(body) != piece.offset or piece.nbytes > MOST_BYTES:
             raise ProtocolError(f"byte {piece.offset:,} of a body of {piece.nbytes:,} follows {len(body):,} bytes")
         body += piece.body
         if len(body) < piece.nbytes:
-            self._incomplete[source, word] = body
+            self._incomplete[source, prefix] = body
             return None
         return replace(piece, offset=0, body=bytes(body))
 
-    def drop(self, source: int, word: str) -> None:
+    def drop(self, source: int, prefix: str) -> None:
         """Forget the incomplete body of a sender that is lost."""
-        self._incomplete.pop((source, word), None)
+        self._incomplete.pop((source, prefix), None)
 
 
 def read_json(message: Message, about: str, parse: Callable[[Any], T], limit: float = float("inf")) -> T:

@@ -166,7 +166,7 @@ class Deadlocks:
             # advanced. Then there is no cycle any more.
             begun = message.round < self._matcher.begun(message.name)
             if not begun and (operation.name, operation.round) == (first.name, first.round):
-                self._pronounce(path)
+                self._condemn(path, 0)
             return
         key = first.rank, message.token
         on_path = any(edge.rank == self._rank for edge in path)  # a cycle without the origin: its own agents detect it
@@ -187,10 +187,6 @@ class Deadlocks:
         return operation if before else None
 
     # The verdict
-
-    def _pronounce(self, circle: list[_WaitEdge]) -> None:
-        """Act on a probe of this agent that has returned: all agents on its path wait for each other."""
-        self._condemn(circle, 0)
 
     def judge(self, source: int, message: Message) -> None:
         """Handle a verdict: an agent that this one waits for has detected a cycle."""

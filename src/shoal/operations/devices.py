@@ -27,7 +27,7 @@ FEWEST_BYTES = 1 << 14
 """Bytes of a tensor up to which it is sent inside the message, through the CPU."""
 STOP_SECONDS = 5.0
 """Seconds that :meth:`DeviceLane.close` waits for a device that does not finish its work."""
-Told = Callable[[BaseException | None], None]
+DoneCallback = Callable[[BaseException | None], None]
 
 
 class DeviceFuture:
@@ -38,7 +38,7 @@ class DeviceFuture:
         self._lock = threading.Lock()
         self._ended = False
         self._error: BaseException | None = None
-        self._waiting: list[Told] = []
+        self._waiting: list[DoneCallback] = []
 
     @property
     def done(self) -> bool:
@@ -47,7 +47,7 @@ class DeviceFuture:
             raise self._error
         return self._ended
 
-    def add_done_callback(self, then: Told) -> None:
+    def add_done_callback(self, then: DoneCallback) -> None:
         """Call ``then`` with the error, if any, when the work is done, or now if it is done already."""
         with self._lock:
             if not self._ended:

@@ -24,7 +24,7 @@ class EdgeCounters:
         self._last: tuple[str, int] | None = None
         self._edges: set[int] = set()
 
-    def count_from_now_on(self, counts: bool) -> None:
+    def set_counting(self, counts: bool) -> None:
         """Start or stop counting."""
         self.counts = counts
 

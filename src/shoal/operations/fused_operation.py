@@ -103,10 +103,10 @@ def fusible(operation: Operation) -> FusionSpec:
     return operation.fusible
 
 
-def _go_together(first: Operation, other: Operation) -> bool:
+def _can_fuse(first: Operation, other: Operation) -> bool:
     """Whether two operations may be fused, also if agents were lost or admitted between their submissions."""
     planned_alike = not any(operation.excluded_ranks or operation.lost_ranks for operation in (first, other))
-    return planned_alike and first.op == other.op and fusible(first).may_go_with(fusible(other))
+    return planned_alike and first.op == other.op and fusible(first).can_fuse_with(fusible(other))
 
 
 def take_fusible(unbegun: deque[Operation], members: list[Operation]) -> str:
@@ -126,7 +126,7 @@ def take_fusible(unbegun: deque[Operation], members: list[Operation]) -> str:
             if operation.handle is None:  # it has failed since
                 unbegun.popleft()
                 continue
-            if members and not _go_together(members[0], operation):
+            if members and not _can_fuse(members[0], operation):
                 passed.append(unbegun.popleft())
                 continue
             spec = fusible(operation)

@@ -164,7 +164,7 @@ class Fusion:
     def _take_early(self, fused: FusedOperation, stage: int) -> None:
         """Take messages that neighbours sent for a stage of the members before it began here."""
         for operation in fused.members:
-            for received in self._came_early(operation, stage):
+            for received in self._early_messages(operation, stage):
                 if received.message.name == fused.name:
                     # Forgotten first: _match() may split the operation, and its members would then unpack the message a
                     # second time.
@@ -175,7 +175,7 @@ class Fusion:
                 if fused.error is not None:  # it has been split
                     return
             if self._matcher.has_news(operation):
-                for source, message in self._matcher.came_early(operation, stage):
+                for source, message in self._matcher.early_messages(operation, stage):
                     self.put(operation, source, message)
                     if fused.error is not None:
                         return
@@ -339,10 +339,10 @@ class Fusion:
 
     def begins(self, operation: Operation) -> None:
         """Unpack the fused messages for an operation that begins a stage by itself."""
-        for received in self._came_early(operation):
+        for received in self._early_messages(operation):
             self._unpack(received)
 
-    def _came_early(self, operation: Operation, stage: int | None = None) -> Iterator[UnpackedMessage]:
+    def _early_messages(self, operation: Operation, stage: int | None = None) -> Iterator[UnpackedMessage]:
         """Yield the early fused messages that contain an operation, up to a stage of it.
 
         The caller has to remove each one; handling may remove others.
@@ -353,7 +353,7 @@ class Fusion:
         ]:
             yield early[0]
 
-    def _more_came(self, received: UnpackedMessage) -> None:
+    def _on_more_arrived(self, received: UnpackedMessage) -> None:
         """Unpack a fused message if the piece that has arrived was its last."""
         payload = received.message.payload
         if payload is not None and payload.complete:
@@ -373,7 +373,7 @@ class Fusion:
         payload = message.payload
         assert payload is not None
         if not payload.complete:
-            payload.on_more = partial(self._more_came, received)
+            payload.on_more = partial(self._on_more_arrived, received)
             self._coming.append(received)
             return
         runs = runs_of(message)

@@ -18,7 +18,7 @@ from .membership import Membership
 from .operation import Operation
 from .progress import Progress
 from .sender import Sender
-from .services import MinimalService
+from .services import Service
 
 TENSORS = "~tensors"
 """The prefix of a request for a list, and of its answer, before the name of the failed call. Both have its round."""
@@ -35,7 +35,7 @@ Layout = Sequence[tuple[tuple[int, ...], torch.dtype] | str]
 description of a tensor."""
 
 
-class LayoutExchange(MinimalService):
+class LayoutExchange(Service):
     """The tensor lists of one agent, and the lists that other agents have sent."""
 
     def __init__(self, rank: int, membership: Membership, sender: Sender, progress: Progress) -> None:

@@ -21,17 +21,15 @@ from ..errors import Mismatch, ShoalError
 from ..transport.wire import Message, Where
 from .backend_stages import BackendStages
 from .deferred_callbacks import Callbacks
-from .events import LONG_NS
-from .generators import FutureWaiter, drop_generator, is_suspended
+from .generators import FutureWaiter, drop_generator, is_suspended, run_generator
 from .matching import Channel, disagreement, unexpected
 from .membership import WHOLE, Plan
 from .operation import FailurePolicy, FusionSpec, Handle, HandleDriver, Operation, Recovery, describe
-from .profiling import profiler, span
 from .progress import AFTER_SMALL
 from .publishing import Publisher
 from .shared_parts import SharedParts
 from .stage import MORE, Arrived, Exchange, Stage, Steps, Yields
-from .submission_gate import DepartedPeerPolicy, SubmissionGate, cannot_go_on
+from .submission_gate import DepartedPeerPolicy, SubmissionGate, impossible_without
 
 T = TypeVar("T")
 
@@ -117,7 +115,7 @@ class Lifecycle:
             if gate.paused and not one_sided:
                 return None
             if gate.plan.gone and on_loss is FailurePolicy.FAIL and not one_sided:
-                raise cannot_go_on(op, gate.plan.gone)
+                raise impossible_without(op, gate.plan.gone)
             operation = self._matcher.begin(op, name, seconds, alone)
             if self._events.active:
                 self._events.emit("submitted", op, name, operation.round)
@@ -194,24 +192,7 @@ class Lifecycle:
         generator = operation.generator
         if generator is None:  # it has failed since
             return
-        start = clock.perf_counter_ns() if self._events.active else 0
-        item: Yields | None = None
-        result, error = None, None
-        try:
-            if arrived is None:
-                item = next(generator)
-            elif profiler._is_profiler_enabled:
-                with span(operation.op, operation.name, "sum"):
-                    item = generator.send(arrived)
-            else:
-                item = generator.send(arrived)
-        except StopIteration as stop:
-            result = stop.value
-        except BaseException as caught:
-            error = caught
-        if start and (arrived is not None or clock.perf_counter_ns() - start > LONG_NS):
-            kind = "prepared" if arrived is None else "summed"
-            self._events.emit(kind, operation.op, operation.name, operation.round, start)
+        item, result, error = run_generator(operation, generator, arrived, self._events)
         try:
             with self._lock:
                 if operation.generator is generator:
@@ -288,7 +269,7 @@ class Lifecycle:
         operation.next_stage = number + 1
         matcher, sent = self._matcher, number in operation.sent
         if matcher.early:
-            for source, message in matcher.came_early(operation, number):
+            for source, message in matcher.early_messages(operation, number):
                 if message.where is not Where.CARRIED or stage.to_move:  # else the tensor follows over a link
                     self.take(operation, stage, source, message)
         if self._membership.view.epoch or self.gate.ended is not None:
@@ -298,7 +279,7 @@ class Lifecycle:
         if operation.error is not None:
             return
         if matcher.asks:
-            for source, only_if_here in matcher.asked_early(operation, stage):
+            for source, only_if_here in matcher.early_probes(operation, stage):
                 self._sender.answer(source, operation, stage, only_if_here)
         channel = operation.channel
         if sent:
@@ -344,7 +325,7 @@ class Lifecycle:
 
     def move_by_links(self) -> None:
         """Redirect to links the tensors that a backend was to move, after the loss of an agent."""
-        for operation in self.backend_stages.go_by_links():
+        for operation in self.backend_stages.redirect_to_links():
             # A second entry would resume the operation at its next stage, before that stage is complete.
             if operation not in self.ready:
                 self.make_ready(operation)

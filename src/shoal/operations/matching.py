@@ -290,7 +290,7 @@ class Matcher:
         """Drop the messages and the probes of a lost agent."""
         for key, early in list(self.early.items()):
             for place in [place for place in early if place[1] == rank]:
-                del early[place]  # in place: came_early() may be at it
+                del early[place]  # in place: early_messages() may be at it
             if not early:
                 del self.early[key]
         for key, asks in list(self.asks.items()):
@@ -313,7 +313,7 @@ class Matcher:
         """Whether another agent waits for a call that this agent has not made."""
         return any(round_ >= self._begun.get(name, 0) for name, round_ in self.asks)
 
-    def came_early(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
+    def early_messages(self, operation: Operation, stage: int) -> Iterator[tuple[int, Message]]:
         """Yield the early messages of a stage that begins. The caller's handling of one may remove others."""
         early = self.early.get((operation.name, operation.round))
         if early:
@@ -341,7 +341,7 @@ class Matcher:
         """Whether a message belongs to an attempt of a round that the survivors of a loss have restarted or ended."""
         return message.stage < self._first_stages.get((message.name, message.round), 0)
 
-    def asked_early(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, bool]]:
+    def early_probes(self, operation: Operation, stage: Stage) -> Iterator[tuple[int, bool]]:
         """Take out the probes of a stage that begins: each rank, and whether to answer only if it is reached."""
         asks = self.asks.get((operation.name, operation.round))
         if asks:
@@ -377,7 +377,8 @@ class Matcher:
             self._asked[source].release(0)
         late = [self._out(source, message) for (_, source), message in early.items()] if early else []
         if early:
-            early.clear()  # or came_early(), if one of its messages has ended the operation, would yield the rest again
+            # Or early_messages(), if one of its messages has ended the operation, would yield the rest again.
+            early.clear()
         return late, list(asks or ())
 
 

@@ -70,7 +70,7 @@ class Departure(NamedTuple):
     rank: int
     cause: str
     died: bool
-    told_by: int
+    reported_by: int
     """The agent that noticed the departure."""
     certain: bool = False
     """Whether its process has ended, or it ended a connection itself; otherwise the network may be the cause."""

@@ -60,7 +60,7 @@ class FusionSpec:
     alone: Callable[[Operation], Steps[torch.Tensor]]
     family: Family
 
-    def may_go_with(self, other: FusionSpec) -> bool:
+    def can_fuse_with(self, other: FusionSpec) -> bool:
         """Whether both tensors may be joined and processed as one."""
         return self.flat.dtype == other.flat.dtype and self.family == other.family
 

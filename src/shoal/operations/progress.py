@@ -118,7 +118,7 @@ class Progress:
         return self._closing
 
     @property
-    def somebody_waits(self) -> bool:
+    def caller_waits(self) -> bool:
         """Whether a thread of the script is blocked in an operation."""
         return bool(self.waiters) or self._driver not in (0, self._thread.ident)
 

@@ -294,7 +294,7 @@ class Sender:
             peer, Message(Kind.DENY, call.op, call.name, call.round, stage, 0, flags, shape=about, text=failure.reason)
         )
 
-    def put_off(self, peer: int, call: Message, waiting_for: list[int]) -> None:
+    def send_waits(self, peer: int, call: Message, waiting_for: list[int]) -> None:
         """Notify a waiting peer that this agent waits for other agents first."""
         shape = tuple(waiting_for[:MAX_DIMENSIONS])
         self.send_message(peer, Message(Kind.WAITS, call.op, call.name, call.round, call.stage, shape=shape))
@@ -357,15 +357,15 @@ class Sender:
         """
         flags = (DIED if gone.died else 0) | (CERTAIN if gone.certain else 0) | (SILENT if gone.silent else 0)
         notice = Message(
-            Kind.NOTICE, round=gone.told_by, token=gone.rank, flags=flags, digest=gone.because + 1, text=gone.cause
+            Kind.NOTICE, round=gone.reported_by, token=gone.rank, flags=flags, digest=gone.because + 1, text=gone.cause
         )
         if gone.died:
             self._news.append(notice)
         for peer in list(self._router.links):
-            if peer not in (gone.rank, gone.told_by):
+            if peer not in (gone.rank, gone.reported_by):
                 self.send_message(peer, notice)
         condemned = self._router.links.get(gone.rank)
-        if condemned is not None and gone.died and gone.told_by == self._rank:
+        if condemned is not None and gone.died and gone.reported_by == self._rank:
             condemned.post(notice)
             # Flushed at once, because Failures drops this link as soon as the loss is confirmed.
             condemned.flush()

@@ -143,7 +143,7 @@ class Stage:
         self.unconfirmed.discard(rank)
         self.absent.discard(rank)
 
-    def goes_by_links(self) -> None:
+    def redirect_to_links(self) -> None:
         """Redirect announced tensors to links, if the backend has not moved them."""
         self.to_move = self.asked_for = False
         self.unconfirmed, self.absent, self.transferred_with = set(), set(), set()

@@ -41,16 +41,6 @@ class SubmissionGate:
         self.plan = WHOLE
         self._opened = opened
 
-    @property
-    def gone(self) -> tuple[int, ...]:
-        """The lost ranks, ascending."""
-        return self.plan.gone
-
-    @property
-    def entered(self) -> int:
-        """The number of agents admitted since the job began."""
-        return self.plan.entered
-
     def check_open(self, op: str, one_sided: bool) -> None:
         """Raise the reason why an operation cannot begin."""
         if self.closing:
@@ -85,7 +75,7 @@ class SubmissionGate:
     def resume(self, gone: tuple[int, ...]) -> None:
         """Let waiting operations begin: the survivors have agreed on the loss of the ranks ``gone``."""
         # Together: an operation that began with the former plan would wait for a lost agent.
-        self.paused, self.plan = False, Plan(gone, self.entered)
+        self.paused, self.plan = False, self.plan._replace(gone=gone)
         self._opened()
 
     def install_plan(self, plan: Plan) -> None:
@@ -93,7 +83,7 @@ class SubmissionGate:
         self.plan = plan
 
 
-def cannot_go_on(operation: object, gone: tuple[int, ...]) -> PeerLost:
+def impossible_without(operation: object, gone: tuple[int, ...]) -> PeerLost:
     """The error of an operation that cannot continue without the lost ranks."""
     return PeerLost(f"{operation} cannot go on without ranks {list(gone)}, which are gone; see docs/survival.md", gone)
 
@@ -158,7 +148,7 @@ class DepartedPeerPolicy:
             # All agents have to end the same calls. Otherwise some would wait for a call that has failed here.
             self._lose(ranks[0])
             return
-        left, gone = self._membership.view.left, self._gate.gone
+        left, gone = self._membership.view.left, self._gate.plan.gone
         # The survivors have agreed on the ranks in `gone`. Reported again, they would begin another agreement.
         for rank in [rank for rank in ranks if rank in left and rank not in gone]:
             self._sender.pass_on(Departure(rank, NEEDED, True, self._rank, certain=True))

@@ -8,13 +8,12 @@ from typing import Any
 from .._signals import slices
 
 
-def parse_timeout(timeout: Any, default: float, *, zero: bool = False, what: str = "timeout") -> float:
+def parse_timeout(timeout: Any, default: float, *, zero: bool = False) -> float:
     """Convert a ``timeout`` argument to seconds, which may be infinite.
 
     Args:
         timeout: Any number; None for ``default``.
         zero: Whether 0 is allowed, for a check without waiting.
-        what: The name of the argument.
 
     Raises:
         TypeError: The argument is no number.
@@ -23,14 +22,14 @@ def parse_timeout(timeout: Any, default: float, *, zero: bool = False, what: str
     if timeout is None:
         return default
     if isinstance(timeout, bool | str | bytes) or not hasattr(timeout, "__float__"):
-        raise TypeError(f"{what}={timeout!r}: it must be a positive number of seconds, not {type(timeout).__name__}")
+        raise TypeError(f"timeout={timeout!r}: it must be a positive number of seconds, not {type(timeout).__name__}")
     try:
         seconds = float(timeout)
     except OverflowError:  # an integer beyond the range of floats
         seconds = float("inf") if timeout > 0 else -1.0
     if not (seconds > 0 or (zero and seconds == 0)):
         allowed = "a number of seconds, 0 or more" if zero else "a positive number of seconds"
-        raise ValueError(f"{what}={timeout}: it must be {allowed}")
+        raise ValueError(f"timeout={timeout}: it must be {allowed}")
     return seconds
 
 

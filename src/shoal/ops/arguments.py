@@ -214,20 +214,20 @@ class Result:
         if out is not None and tuple(out.shape) != shape:
             raise RuntimeError(f"out was given with shape {list(shape)} and has shape {list(out.shape)} now")
         self._out = out
-        self._goes_to = None if like.is_cpu or on_device else like
+        self._device_like = None if like.is_cpu or on_device else like
         plain = out is not None and not out.is_conj() and not out.is_neg() and out.is_contiguous()
         self._direct = out is not None and plain and (out.device == like.device if on_device else out.is_cpu)
         if out is not None and self._direct:
-            self._made = writable(out)
+            self._target = writable(out)
         else:
-            self._made = like.new_empty(shape) if on_device else agent.engine.result_memory(shape, like.dtype)
-        self.flat = self._made if self._made.dim() == 1 else self._made.view(-1)
+            self._target = like.new_empty(shape) if on_device else agent.engine.result_memory(shape, like.dtype)
+        self.flat = self._target if self._target.dim() == 1 else self._target.view(-1)
 
     def finish(self) -> torch.Tensor:
         if self._out is None:
-            return self._made if self._goes_to is None else where(self._goes_to, self._made)
+            return self._target if self._device_like is None else where(self._device_like, self._target)
         if not self._direct:
-            put(self._made, self._out)
+            put(self._target, self._out)
         return self._out
 
 

@@ -145,8 +145,8 @@ def submit_allreduce(
     if out is not None:
         check_out("allreduce", out, tensor.shape, tensor.dtype)
     engine = agent.engine
-    goes_with_others = fusible and engine.can_fuse_multistage and not layout and is_small(tensor)
-    if goes_with_others:
+    is_fused = fusible and engine.can_fuse_multistage and not layout and is_small(tensor)
+    if is_fused:
         # The caller may change its tensor when the call returns; a fused call is read later, when a thread drives.
         tensor = copied(tensor)
 
@@ -166,7 +166,7 @@ def submit_allreduce(
     # With ``among`` there are several results, and a finished agent may not have the one that another lacks.
     taken = take if among is None and members is ALL else None
     begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
-    if goes_with_others:
+    if is_fused:
         whole = tuple(members.ranks or range(agent.size) if among is None else among)
         begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, AllreduceFamily(agent, how, whole))
     return submit_to_all(engine, kind, channel, begins, timeout, named, taken, among=members.ranks)

@@ -118,11 +118,7 @@ class Encoded:
             try:
                 self.compressor.decode(incoming.data, len(room), room.dtype, self.draws(source), out=room)
             except ValueError as error:
-                raise Mismatch(
-                    f"{operation} on rank {agent.rank}: what rank {source} sent is no message of {self.compressor!r}: "
-                    f"{error}. Is the code of both the same?",
-                    (source, agent.rank),
-                ) from None
+                raise _malformed(operation, agent, source, self.compressor, error) from None
             found.append(Payload(room, len(room)))
         return found
 
@@ -140,6 +136,14 @@ class Encoded:
                 (source, agent.rank),
             )
         return message.payload
+
+
+def _malformed(operation: Operation, agent: Agent, source: int, compressor: Compressor, error: ValueError) -> Mismatch:
+    return Mismatch(
+        f"{operation} on rank {agent.rank}: what rank {source} sent is no message of {compressor!r}: {error}. Is the "
+        "code of both the same?",
+        (source, agent.rank),
+    )
 
 
 def name_of(compressor: Compressor) -> str:
@@ -243,11 +247,7 @@ def _mean(
         try:
             return compressor.decode(data, numel, flat.dtype, draws(rank, part))
         except ValueError as error:
-            raise Mismatch(
-                f"{operation} on rank {agent.rank}: what rank {rank} sent is no message of {compressor!r}: {error}. Is "
-                "the code of both the same?",
-                (rank, agent.rank),
-            ) from None
+            raise _malformed(operation, agent, rank, compressor, error) from None
 
     # The parts
     own = flat.detach().cpu()

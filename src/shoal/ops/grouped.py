@@ -345,7 +345,7 @@ class _Bundle:
         self._layout = [(first + tuple(tensor.shape[len(first) :]), tensor.dtype) for tensor in self.tensors]
         # Joined vectors of different lists may have the same length. Without the digest numbers of different tensors
         # would be summed.
-        self.digest = _crc(self._layout)
+        self.digest = zlib.crc32(repr(self._layout).encode())
         self._dtypes = list(dict.fromkeys(tensor.dtype for tensor in self.tensors)) or [torch.float32]
 
     def joined(self, pool: ResultPool) -> list[torch.Tensor]:
@@ -418,10 +418,6 @@ def _listed(op: str, argument: str, tensors: object) -> list[torch.Tensor]:
 
 def _numbered(name: str | None, number: int) -> str | None:
     return f"{name}.{number}" if name is not None and number else name
-
-
-def _crc(layout: list[tuple[tuple[int, ...], torch.dtype]]) -> int:
-    return zlib.crc32(repr(layout).encode())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

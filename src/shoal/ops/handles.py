@@ -23,7 +23,7 @@ class HandleOfMany(Handle[T]):
         explain: More text for the error if agents disagree.
     """
 
-    __slots__ = ("_explain", "_finish", "_handles", "_lock", "_made")
+    __slots__ = ("_explain", "_finish", "_handles", "_is_finished", "_lock")
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class HandleOfMany(Handle[T]):
     ) -> None:
         super().__init__(handles[0]._driver, handles[0].operation)
         self._handles, self._finish, self._explain = handles, finish, explain
-        self._lock, self._made = threading.Lock(), False
+        self._lock, self._is_finished = threading.Lock(), False
 
     def poll(self) -> bool:
         return all(handle.poll() for handle in self._handles)
@@ -52,8 +52,8 @@ class HandleOfMany(Handle[T]):
                     raise Mismatch(f"{error}. {self._explain(error)}", error.ranks) from None
                 raise
         with self._lock:
-            if not self._made:
-                self._result, self._made = self._finish(found), True
+            if not self._is_finished:
+                self._result, self._is_finished = self._finish(found), True
         return self._result  # type: ignore[return-value]
 
     def _give_up(self, error: BaseException) -> None:

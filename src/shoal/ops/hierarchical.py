@@ -149,8 +149,8 @@ def submit(
 
     engine = agent.engine
     small = is_small(tensor) and compressor is None and engine.backend is None
-    goes_with_others = fusible and small and engine.can_fuse_multistage
-    if goes_with_others:
+    is_fused = fusible and small and engine.can_fuse_multistage
+    if is_fused:
         # The caller may change its tensor when the call returns; a fused call is read later.
         tensor = copied(tensor)
     by_first = HierarchicalFamily(agent, known, (static.digest if static else 0) ^ layout, checked and static is None)
@@ -167,7 +167,7 @@ def submit(
         )
 
     begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
-    if goes_with_others:
+    if is_fused:
         begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, by_first)
     return submit_to_all(engine, OP, channel_name(OP, name), begins, timeout, name is not None)
 

@@ -162,11 +162,8 @@ def _begin(
 ) -> Handle[torch.Tensor]:
     """Start the average that the arguments of a call describe; see :func:`neighbor_allreduce`."""
     agent = current(OP)
-    if isinstance(self_weight, str):
-        self_weight, name = split_name(OP, self_weight, name)
-    mixing, form = None, "static"
-    if not (self_weight is None and src_weights is None and dst_weights is None):
-        mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
+    self_weight, name = split_name(OP, self_weight, name)
+    mixing, form = mixing_of(agent, self_weight, src_weights, dst_weights)
     return submit(
         agent,
         tensor,
@@ -180,7 +177,7 @@ def _begin(
         robust=robust,
         encoded=None if compression is None else encoded_by_call(OP, tensor, compression, agent.rank),
         everybody=False,
-        members=ALL if group is None else caller_group(OP, group, agent),
+        members=caller_group(OP, group, agent),
     )
 
 
@@ -240,13 +237,13 @@ def submit(
     if robust is not None:
         whole = plan.form == "static" or replan is not None
         check_neighbours(agent, robust, plan.sources(agent), whole=whole)
-    goes_with_others = fusible and plan.family is not None and is_small(tensor)
-    if goes_with_others:
+    is_fused = fusible and plan.family is not None and is_small(tensor)
+    if is_fused:
         # A fused call is a plain weighted sum over whole tensors, in one message. It could follow no rule, compressor
         # or silence of one of its members.
         plain = robust is None and encoded is None and speaks is None and not layout
-        goes_with_others = plain and (engine.can_fuse_multistage if plan.in_stages else engine.can_fuse)
-    if goes_with_others:
+        is_fused = plain and (engine.can_fuse_multistage if plan.in_stages else engine.can_fuse)
+    if is_fused:
         # The caller may change its tensor when the call returns; a fused call is read later, when a thread drives.
         tensor = copied(tensor)
 
@@ -266,7 +263,7 @@ def submit(
         )
 
     begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
-    if goes_with_others:
+    if is_fused:
         assert plan.family is not None
         begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, plan.family)
     named, among = name is not None, members.ranks

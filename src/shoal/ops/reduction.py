@@ -87,7 +87,7 @@ def reduced(
     published = publish(operation, tensor, zero_copy=zero_copy, pieces=len(owners))
     share, arrived = yield from reduced_by_owners(agent, operation, published, shape, how, group, owners, layout)
     result = Result(agent, out, tensor, shape)
-    yield from put_together(agent, None if share is None else share.data, arrived, owners, result.flat)
+    yield from assemble(agent, None if share is None else share.data, arrived, owners, result.flat)
     return result.finish()
 
 
@@ -206,7 +206,7 @@ def share_of(
     return share
 
 
-def put_together(
+def assemble(
     agent: Agent, share: torch.Tensor | None, arrived: Arrived, owners: Sequence[int], out: torch.Tensor
 ) -> Steps[None]:
     """Copy the shares of all owners to their places in ``out`` (flat), as they come."""
@@ -297,7 +297,7 @@ def allgather_shares(
     sends = [Send(rank, mine, 0, length, (length,)) for rank in others]
     carried = BackendRequest(members(agent, operation, group))
     arrived = yield Exchange(rotated(sends, agent), others, mine.data.dtype, carried=carried)
-    yield from put_together(agent, mine.data, arrived, group, out)
+    yield from assemble(agent, mine.data, arrived, group, out)
 
 
 def submit_shares(

@@ -107,7 +107,7 @@ class _DataWriter:
         self._known: dict[Hashable, int] = {}
         self._name = name
         # The path to the value that is being written: formatted only for an error.
-        self._way: list[tuple[str, object]] = [("", None)] * (MOST_DEPTH + 1)
+        self._path: list[tuple[str, object]] = [("", None)] * (MOST_DEPTH + 1)
 
     def as_data(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
@@ -130,15 +130,15 @@ class _DataWriter:
 
     def _elements(self, value: Iterable[Any], depth: int, role: str) -> Iterator[Any]:
         for position, element in enumerate(value):
-            self._way[depth] = role, position
+            self._path[depth] = role, position
             yield self.as_data(element, depth + 1)
 
     def _pairs(self, value: dict[Any, Any], depth: int) -> Iterator[Any]:
         self._check(list(value), depth)
         for key, item in value.items():
-            self._way[depth] = "a key", None
+            self._path[depth] = "a key", None
             yield self.as_data(key, depth + 1)
-            self._way[depth] = "", key
+            self._path[depth] = "", key
             yield self.as_data(item, depth + 1)
 
     def _beside(self, value: dict[Any, Any], depth: int) -> Iterator[Any]:
@@ -147,7 +147,7 @@ class _DataWriter:
             beside = vars(value)
             if beside.keys() - {"_metadata"}:
                 raise TypeError(f"{self._where(depth)} has attributes, which do not travel: {', '.join(beside)}")
-            self._way[depth] = "_metadata", None
+            self._path[depth] = "_metadata", None
             yield self.as_data(beside.get("_metadata"), depth + 1)
 
     def _tensor(self, tensor: torch.Tensor, depth: int) -> list[Any]:
@@ -178,7 +178,7 @@ class _DataWriter:
 
     def _where(self, depth: int) -> str:
         text = self._name
-        for role, key in self._way[:depth]:
+        for role, key in self._path[:depth]:
             text = f"{role} of {text}" if role else f"{text}[{_shortened(key)}]"
         return text
 

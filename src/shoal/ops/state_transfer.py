@@ -40,10 +40,10 @@ def let_in(agent: Agent, timeout: float | None = None) -> tuple[int, ...]:
         return ()
     backend = agent.engine.backend
     if backend is None:
-        return _let_in(agent, timeout)
+        return _admit(agent, timeout)
     try:
         _quiesce(agent, backend, timeout)
-        return _let_in(agent, timeout)
+        return _admit(agent, timeout)
     finally:
         with agent.engine.lock:
             backend.resume()
@@ -73,13 +73,13 @@ def _quiesce(agent: Agent, backend: CollectiveBackend, timeout: float | None) ->
             )
 
 
-def _let_in(agent: Agent, timeout: float | None) -> tuple[int, ...]:
+def _admit(agent: Agent, timeout: float | None) -> tuple[int, ...]:
     entry = agent.engine.rejoin
 
     def steps(operation: Operation) -> Steps[Found]:
         entry.admit_after(operation)
         asking = {rank: peer.as_data() for rank, peer in entry.asking().items()}
-        content = json.dumps({"asking": asking, "begun": entry.begun()}).encode()
+        content = json.dumps({"asking": asking, "begun": agent.engine.matcher.all_begun()}).encode()
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         parts = yield from parts_of_all(agent, operation, data, by_links=True)
         yield from complete([message.payload for _, message in parts if message.payload is not None])

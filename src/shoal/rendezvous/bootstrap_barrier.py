@@ -56,9 +56,9 @@ class AlreadyMet(Exception):
 class BootstrapBarrier:
     """One agent's part in the barrier. Used as a context, it notifies the other agents if it fails."""
 
-    def __init__(self, store: Store, launch: Launch, deadline: float, comes_back: bool = False) -> None:
+    def __init__(self, store: Store, launch: Launch, deadline: float, may_rejoin: bool = False) -> None:
         self.store = store
-        self._comes_back = comes_back
+        self._may_rejoin = may_rejoin
         self.note: dict[str, Any] | None = None  # the reason of the last failed attempt, if known
         self._launch = launch
         self._deadline = deadline
@@ -92,7 +92,7 @@ class BootstrapBarrier:
         return [publication["said"] for publication in found]
 
     @property
-    def came_late(self) -> bool:
+    def joined_late(self) -> bool:
         """Whether the attempt was over before this agent joined; rank 0 may have closed its store since."""
         return not self._joined and self._launch.rank > 0 and not self._hopeless
 
@@ -123,8 +123,8 @@ class BootstrapBarrier:
         """
         if self._launch.rank == 0:
             with contextlib.suppress(RuntimeError):  # a process group's store may not support it, or be gone
-                for who in ("all", *range(self._launch.begins)):
-                    self.store.delete(self._key(f"{key}/{who}"))
+                for source in ("all", *range(self._launch.begins)):
+                    self.store.delete(self._key(f"{key}/{source}"))
 
     @property
     def attempt(self) -> str:
@@ -177,7 +177,7 @@ class BootstrapBarrier:
     def _lead(self, place: bytes) -> list[dict[str, Any]]:
         """Begin an attempt, and wait until all have joined it. Rank 0 calls it."""
         if self.store.has(DIRECTORY):
-            if self._comes_back:
+            if self._may_rejoin:
                 raise AlreadyMet
             self.store.delete(DIRECTORY)  # of an earlier barrier: restarted agents must join this attempt
         self._attempt = clock.random_hex(8)
@@ -271,12 +271,12 @@ class BootstrapBarrier:
         """Like :meth:`_first`, with full key names. Raises if an awaited agent has ended, or this rank is taken
         twice.
         """
-        comes_back = [DIRECTORY] if self._comes_back else []
+        may_rejoin = [DIRECTORY] if self._may_rejoin else []
         twin = self._twin(self._ticket)
         # Only after it has joined: the error ends the attempt, and the other agents must be notified.
         twins = [twin] if self._joined else []
         # LOST comes after the awaited keys: a complete attempt has succeeded, even if an agent has ended since.
-        key, value = self._first_at_last([*comes_back, *keys, LOST, *twins])
+        key, value = self._first_at_last([*may_rejoin, *keys, LOST, *twins])
         if key == DIRECTORY:
             self._notified = True
             raise AlreadyMet
@@ -423,11 +423,11 @@ def given_up(rank: int, note: dict[str, Any]) -> DeadlineExceeded:
 
 @contextlib.contextmanager
 def gather_agents(
-    store: Store | None, launch: Launch, deadline: float, published: dict[str, Any], comes_back: bool = False
+    store: Store | None, launch: Launch, deadline: float, published: dict[str, Any], may_rejoin: bool = False
 ) -> Iterator[tuple[BootstrapBarrier, list[dict[str, Any]]]]:
     """Meet the other agents in a store, by default this launch's own. Yields the barrier and the data of all, by rank.
 
-    The store is open within the context. ``comes_back``: this agent may be restarted in a running job.
+    The store is open within the context. ``may_rejoin``: this agent may be restarted in a running job.
 
     Raises:
         AlreadyMet: The other agents have met and run.
@@ -441,12 +441,12 @@ def gather_agents(
                 raise
             raise given_up(launch.rank, note) from None
         closes = contextlib.nullcontext() if store is not None else contextlib.closing(mine)
-        with closes, BootstrapBarrier(mine, launch, deadline, comes_back) as meeting:
+        with closes, BootstrapBarrier(mine, launch, deadline, may_rejoin) as meeting:
             meeting.note = note
             try:
                 found = meeting.join({**published, "reached": mine.address})
             except PeerLost:
-                if store is not None or not meeting.came_late:
+                if store is not None or not meeting.joined_late:
                     raise
                 # Rank 0 may have closed the store of that attempt: its next one has a new store.
                 note = meeting.note

@@ -22,18 +22,13 @@ from .. import clock
 from .._signals import deferred
 from ..config import BEGIN_WITH, CONTINUE, RAISE, STOP, Config, read
 from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend, check_backend, check_transport
+from ..engine.discovery import discover, submit_to_all
 from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
 from ..operations.membership import NEEDED
 from ..operations.operation import Handle, Operation
 from ..operations.stage import Steps
-from ..rendezvous.bootstrap_barrier import (
-    DIRECTORY,
-    STORE_CHECK_SECONDS,
-    AlreadyMet,
-    BootstrapBarrier,
-    gather_agents,
-)
+from ..rendezvous.bootstrap_barrier import DIRECTORY, STORE_CHECK_SECONDS, AlreadyMet, BootstrapBarrier, gather_agents
 from ..rendezvous.launch import Launch, among_counterparts, check_that_all_must_live, current, join_address
 from ..rendezvous.peer_directory import (
     ENDPOINT,
@@ -54,7 +49,6 @@ from .queries import set_topology
 from .script_end import failure
 
 log = logging.getLogger("shoal")
-"""Seconds that a restarted agent waits for admission, until the members reach their next point for it."""
 FAREWELL_SECONDS = 10.0
 """Seconds at most that ``shutdown`` waits until other agents have received the messages that they still need."""
 _taken: dict[int, AgentContext] = {}
@@ -122,7 +116,8 @@ def _init(
     process_group: Any,
     mesh: Any,
 ) -> None:
-    _check_on_loss(on_loss)
+    if on_loss is not None and on_loss not in (RAISE, CONTINUE):
+        raise ValueError(f"shoal.init(): on_loss={on_loss!r}: it must be {RAISE!r} or {CONTINUE!r}")
     if mine.agent is not None:
         if on_loss is not None and (on_loss == CONTINUE) != mine.agent.engine.survives_losses:
             raise ValueError(f"shoal.init(on_loss={on_loss!r}): this agent has begun otherwise; shut down first")
@@ -176,15 +171,6 @@ def leave(mine: AgentContext, farewell: str = "", died: bool = False) -> None:
         agent.engine.close(clock.monotonic() + FAREWELL_SECONDS, farewell, died)
 
 
-def _agents_per_machine(mine: AgentContext, config: Config) -> int | None:
-    return config.agents_per_machine if mine.agents_per_machine is None else mine.agents_per_machine
-
-
-def _check_on_loss(given: str | None) -> None:
-    if given is not None and given not in (RAISE, CONTINUE):
-        raise ValueError(f"shoal.init(): on_loss={given!r}: it must be {RAISE!r} or {CONTINUE!r}")
-
-
 def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any) -> Agent:
     on_loss = on_loss or config.on_loss
     launch = mine.launch or current()
@@ -193,7 +179,7 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
     timeout = config.timeout if mine.timeout is None else mine.timeout
     forced = mine.transport or config.transport
     check_transport(forced, "SHOAL_TRANSPORT")
-    per_machine = _agents_per_machine(mine, config)
+    per_machine = config.agents_per_machine if mine.agents_per_machine is None else mine.agents_per_machine
     deadline = clock.monotonic() + timeout
     wanted = _process_group(mine, config, launch, forced)
     forced = "" if forced == PROCESS_GROUP else forced
@@ -218,9 +204,9 @@ def _connect(mine: AgentContext, config: Config, on_loss: str | None, mesh: Any)
                 raise AlreadyMet
             if launch.begins < launch.size:
                 engine.begin_without(tuple(range(launch.begins, launch.size)))
-            comes_back = launch.incarnation > 0 and not mine.has_met and bool(config.secret)
+            may_rejoin = launch.incarnation > 0 and not mine.has_met and bool(config.secret)
             # A failed engine closes before the barrier, because rank 0 then waits until others have read the reason.
-            gathering = gather_agents(mine.store, launch, deadline, published, comes_back)
+            gathering = gather_agents(mine.store, launch, deadline, published, may_rejoin)
             with gathering as (meeting, found), _ended_if_failed(mine, engine):
                 _check_agreement(found, alike)
                 endpoint = _listen(engine, config, launch, forced, with_absent(found, launch.size))
@@ -337,7 +323,6 @@ def _await_first_links(agent: Agent, deadline: float, meeting: BootstrapBarrier)
 
 def _begin_links(agent: Agent, deadline: float) -> Handle[list[int]]:
     """Begin an operation that ends when all agents have begun it and have their links."""
-    from ..engine.discovery import discover, submit_to_all
 
     def steps(operation: Operation) -> Steps[list[int]]:
         return discover(agent.engine, operation, ())
@@ -395,7 +380,7 @@ def _check_reachable(engine: Engine, launch: Launch, met: PeerDirectory) -> None
     far = [rank for rank in known if engine.transport_to(rank) == "network" and not met.endpoints[rank].port]
     if far:
         raise ValueError(
-            f"shoal.init(): rank {launch.rank} on {engine.host} cannot reach ranks {far} on "
+            f"shoal.init(): rank {launch.rank} on {engine.place.host} cannot reach ranks {far} on "
             f"{met.places[far[0]].host}, which listen for agents of their own machine and user only, since they met at "
             f"{join_address(launch.host, launch.port)}. Start the run at a --rendezvous that other machines reach, or "
             "with SHOAL_INTERFACE"

@@ -93,7 +93,7 @@ class Fleet:
 
     def _run(self, function: Callable[..., T], args: Any, kwargs: Any, store: ThreadStore) -> list[T]:
         contexts = [
-            AgentContext(_launch(rank, self.size), store, self._transport, self._per_machine)
+            AgentContext(Launch(rank, self.size, "fleet"), store, self._transport, self._per_machine)
             for rank in range(self.size)
         ]
         for context in contexts:
@@ -140,10 +140,6 @@ def _seeds_watched() -> Iterator[None]:
             _watching -= 1
             if not _watching:
                 torch.manual_seed = torch.random.manual_seed = _manual_seed
-
-
-def _launch(rank: int, size: int) -> Launch:
-    return Launch(rank, size, "fleet", None, None, False, 0)
 
 
 _UNRUN = (
@@ -208,8 +204,8 @@ class _FleetRun:
         with deferred, self._lock:
             if self._failure is not None:
                 return
-            who = "the caller of the fleet" if rank is None else f"agent {rank} of the fleet"
-            lost = PeerLost(f"{who} failed with {type(error).__name__}: {error}", () if rank is None else (rank,))
+            failed = "the caller of the fleet" if rank is None else f"agent {rank} of the fleet"
+            lost = PeerLost(f"{failed} failed with {type(error).__name__}: {error}", () if rank is None else (rank,))
             self._failure, self._why = error, f"its fleet ended: {lost}"
             inside = list(self._inside)
         self._ended.set()

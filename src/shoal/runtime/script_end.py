@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..errors import DeadlineExceeded, PeerLost, ShoalError
 
@@ -78,7 +78,8 @@ def _cause(error: BaseException, kind: type[E]) -> E | None:
 
 def note_exit(error: SystemExit) -> None:
     """Record the ``SystemExit`` with which the script has ended, unless its status is 0."""
-    if not _is_success(error.code):
+    is_success = error.code is None or (isinstance(error.code, int) and error.code & 0xFF == 0)
+    if not is_success:
         _note(error)
 
 
@@ -92,11 +93,6 @@ def _note(error: BaseException) -> None:
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     _note(error)
     _previous_hook(kind, error, trace)
-
-
-def _is_success(code: Any) -> bool:
-    """Whether a process that ends with this ``SystemExit.code`` has exit status 0."""
-    return code is None or (isinstance(code, int) and code & 0xFF == 0)
 
 
 _previous_hook, sys.excepthook = sys.excepthook, _excepthook

@@ -174,7 +174,7 @@ class Unauthenticated:
             if len(here) < KNOWN_ROOM + self._known[origin]:
                 return True
         elif len(here) < ROOM:
-            unknown = [there for one, there in self._at.items() if one not in self._known]
+            unknown = [connections for known, connections in self._at.items() if known not in self._known]
             if sum(map(len, unknown)) < MOST_UNKNOWN:
                 return True
             # The origin with the most places gives one up. A flood from many addresses then does not push out a single

@@ -69,7 +69,7 @@ def interface_address(interface: str, prefer_ipv6: bool = False) -> str:
         known = interface in (name for _, name in socket.if_nameindex())
         problem = "has no address" if known else "is neither an interface nor an address"
         raise ValueError(f"SHOAL_INTERFACE={interface!r} {problem}; this machine has: {_names()}")
-    return next((one for one in found if (":" in one) == prefer_ipv6), found[0])
+    return next((address for address in found if (":" in address) == prefer_ipv6), found[0])
 
 
 def address_towards(host: str) -> str:
@@ -117,7 +117,7 @@ def own_form(address: str) -> str:
     bare = address.partition("%")[0]
     if ipaddress.ip_address(bare).is_link_local and ":" in bare:
         wanted = ipaddress.ip_address(bare)
-        named = [f"{one}%{name}" for one, _, name in _ipv6_addresses() if ipaddress.ip_address(one) == wanted]
+        named = [f"{text}%{name}" for text, _, name in _ipv6_addresses() if ipaddress.ip_address(text) == wanted]
         return address if address in named else next(iter(named), "")
     family, name = resolved(address, 0)
     with socket.socket(family, socket.SOCK_DGRAM) as sock:

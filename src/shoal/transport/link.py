@@ -139,7 +139,6 @@ class Link(Protocol):
     """The connection from this agent to ``peer``. No method blocks."""
 
     peer: int
-    transport: str
 
     def post(self, message: Message, published: Published | None = None, start: int = 0, stop: int = 0) -> None:
         """Queue a message, with elements ``start`` to ``stop`` of the published tensor as its payload."""

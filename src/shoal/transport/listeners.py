@@ -49,14 +49,14 @@ class RateLimitedListener:
     Args:
         sock: The listening socket.
         poller: The agent's poller.
-        let_in: Called with an accepted connection and its address.
+        on_accept: Called with an accepted connection and its address.
     """
 
-    def __init__(self, sock: socket.socket, poller: Poller, let_in: Callable[[socket.socket, Any], None]) -> None:
+    def __init__(self, sock: socket.socket, poller: Poller, on_accept: Callable[[socket.socket, Any], None]) -> None:
         self.sock = sock
         self.next_turn = float("inf")  # where it is shut
         self._poller = poller
-        self._on_accept = let_in
+        self._on_accept = on_accept
         self._credit = AT_ONCE_SECONDS
         self._counted = clock.monotonic()
         self._short = False  # the last connection could not be taken
@@ -122,16 +122,16 @@ class Listeners:
         self._poller = poller
         self.opened: list[RateLimitedListener] = []
 
-    def open(self, sock: socket.socket, let_in: Callable[[socket.socket, Any], None]) -> None:
+    def open(self, sock: socket.socket, on_accept: Callable[[socket.socket, Any], None]) -> None:
         """Poll a listener."""
-        self.opened.append(RateLimitedListener(sock, self._poller, let_in))
+        self.opened.append(RateLimitedListener(sock, self._poller, on_accept))
 
-    def open_private(self, let_in: Callable[[socket.socket, Any], None]) -> None:
+    def open_private(self, on_accept: Callable[[socket.socket, Any], None]) -> None:
         """Open a listener for processes of this user, if the system allows."""
         private = listen_privately()
         if private is not None:
             sock, self.private = private
-            self.open(sock, let_in)
+            self.open(sock, on_accept)
 
     def check(self, now: float) -> None:
         """Poll the listeners again that are due."""

@@ -71,7 +71,6 @@ class _Piece(NamedTuple):
 class NetworkLink(Outgoing):
     """A link to a process on another machine."""
 
-    transport = "network"
     resumes = True
     seal_of = MacSeal
 
@@ -128,10 +127,10 @@ class NetworkLink(Outgoing):
             return False
         return True
 
-    def _go_on_after(self, had: int) -> None:
+    def _resend_after(self, had: int) -> None:
         self._sent.resend_after(had)
 
-    def _on_had(self, count: int) -> None:
+    def _on_arrived_count(self, count: int) -> None:
         self._sent.acknowledge(count)
 
     def _is_private(self) -> bool:
@@ -272,7 +271,7 @@ class NetworkIncoming(Incoming):
         self._arriving: dict[int, _Arriving] = {}
         self._announced = Quota("tensors that are announced and have not come")
         self._nbytes, self._alone = 0, True  # of that packet, and whether it is a single frame
-        self._had = ReceivedOffset()
+        self._received_offset = ReceivedOffset()
         self._chunk: _Arriving | None = None  # the tensor whose chunk follows
         self._wakes_at = 1
 
@@ -295,17 +294,17 @@ class NetworkIncoming(Incoming):
 
     def send_arrived_count(self) -> None:
         """End the handshake of a reverse connection: how many units had arrived over the previous one."""
-        self._send_control(ARRIVED, self._had.report())
+        self._send_control(ARRIVED, self._received_offset.report())
 
     @property
     def had(self) -> int:
-        return self._had.count
+        return self._received_offset.count
 
-    def go_on_from(self, before: NetworkIncoming) -> None:
+    def continue_from(self, before: NetworkIncoming) -> None:
         """Replace a connection that was cut, in whatever state it was."""
         before.close()
         self._receiver = before._receiver
-        self._frames, self._had = before._frames, before._had
+        self._frames, self._received_offset = before._frames, before._received_offset
         self._arriving, self._announced = before._arriving, before._announced
         if before._chunk is not None:
             # A chunk is one unit, which did not count: it is sent again as a whole. Keeping its first bytes would place
@@ -330,7 +329,7 @@ class NetworkIncoming(Incoming):
         except CorruptMessage as error:
             # As after a cut: the unit did not count, so the next connection brings it again. A device on the path that
             # changes each copy must not make this repeat forever.
-            if self._had.add_corrupt():
+            if self._received_offset.add_corrupt():
                 raise
             raise ConnectionCut(str(error)) from None
         finally:
@@ -386,8 +385,8 @@ class NetworkIncoming(Incoming):
 
     def _count_unit(self, nbytes: int) -> None:
         """Count a unit; now and then acknowledge to the sender, which keeps it until then."""
-        if self._had.one_more(nbytes):
-            self._send_control(ARRIVED, self._had.report())
+        if self._received_offset.one_more(nbytes):
+            self._send_control(ARRIVED, self._received_offset.report())
 
     def _parse(self) -> None:
         """Take whole packets out of the buffer; the first bytes of a chunk may follow its header.
@@ -450,9 +449,9 @@ class NetworkIncoming(Incoming):
             self._advance(tensor, here)
 
 
-def goes_on(connection: Incoming, before: Incoming) -> bool:
+def continues(connection: Incoming, before: Incoming) -> bool:
     """Whether a connection replaces a cut one; this side may detect the cut late."""
     if not isinstance(connection, NetworkIncoming) or not isinstance(before, NetworkIncoming):
         return False
-    connection.go_on_from(before)
+    connection.continue_from(before)
     return True

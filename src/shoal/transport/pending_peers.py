@@ -9,16 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .incoming import Incoming
-from .link import Receiver
+from .link import NullReceiver, Receiver
+from .network_link import continues
 from .quotas import Quota, message_cost
-from .wire import Message
+from .wire import Message, ProtocolError
 
 ENTRY = "~entry"
 """The name of messages about entering, which do not wait."""
+CONNECTIONS = 2
+"""The limit from one agent to another: its link, and its replacement if the link was cut during the handshake."""
 
 
-class BufferingReceiver:
-    """The :class:`Receiver` of a connection from an agent that is not admitted."""
+class BufferingReceiver(NullReceiver):
+    """The :class:`Receiver` of a connection from an agent that is not admitted.
+
+    An agent whose connection is cut connects again. The remaining notifications are for outgoing connections.
+    """
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -43,15 +49,6 @@ class BufferingReceiver:
         # that came ahead of it.
         self._closed = (peer, cause, final, certain)
 
-    def on_cut(self, peer: int, cause: str) -> None:
-        """A waiting agent connects again."""
-
-    def on_shut_out(self, peer: int) -> None:
-        """Never called: only outgoing connections are notified."""
-
-    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        """Never called: only outgoing connections receive a shutdown message."""
-
     def open(self) -> None:
         """Deliver the buffered messages in their order."""
         for source, message in self._kept:
@@ -66,11 +63,22 @@ class PendingPeers:
 
     def __init__(self) -> None:
         self._waiting: dict[Incoming, BufferingReceiver] = {}
-        self._let_in: list[tuple[Incoming, BufferingReceiver]] = []
+        self._admitted: list[tuple[Incoming, BufferingReceiver]] = []
 
-    def add(self, connection: Incoming, receiver: Receiver) -> None:
-        self._waiting[connection] = threshold = BufferingReceiver(receiver)
-        connection.deliver_to(threshold)
+    def introduce(self, connection: Incoming, receiver: Receiver) -> None:
+        """Buffer the messages of an authenticated connection for ``receiver``.
+
+        Raises:
+            ProtocolError: The agent has too many connections.
+        """
+        waiting = self.of(connection.peer, connection.incarnation)
+        if waiting and continues(connection, waiting[0]):
+            self.replace(waiting[0], connection)
+            return
+        if len(waiting) >= CONNECTIONS:
+            raise ProtocolError("it opened one connection more while it waits to be let in")
+        self._waiting[connection] = buffer = BufferingReceiver(receiver)
+        connection.deliver_to(buffer)
 
     def remove(self, connection: Incoming) -> bool:
         """A connection has ended. False if it was not pending."""
@@ -81,7 +89,7 @@ class PendingPeers:
         if before in self._waiting:
             self._waiting[connection] = self._waiting.pop(before)
         # Admitted, and not yet open: the buffered messages must be forwarded to the connection in use.
-        self._let_in = [(connection if known is before else known, threshold) for known, threshold in self._let_in]
+        self._admitted = [(connection if known is before else known, buffer) for known, buffer in self._admitted]
 
     def of(self, rank: int, incarnation: int) -> list[Incoming]:
         """The pending connections of an agent."""
@@ -89,15 +97,15 @@ class PendingPeers:
 
     def admit(self, connection: Incoming) -> None:
         """The agent becomes a member; its buffered messages follow with :meth:`open`."""
-        self._let_in.append((connection, self._waiting.pop(connection)))
+        self._admitted.append((connection, self._waiting.pop(connection)))
 
     def open(self, receiver: Receiver) -> None:
         """Deliver the buffered messages of admitted agents. For the driving thread."""
-        while self._let_in:
-            connection, threshold = self._let_in.pop(0)
+        while self._admitted:
+            connection, buffer = self._admitted.pop(0)
             # This thread also reads the connections, so no newer message can come between the buffered ones.
             connection.deliver_to(receiver)
-            threshold.open()
+            buffer.open()
 
     def __iter__(self) -> Iterator[Incoming]:
         return iter(list(self._waiting))

@@ -54,11 +54,10 @@ class ReverseConnectionHost(Protocol):
     """The interface to the agent's router."""
 
     rank: int
+    places: list[PeerId]
     links: dict[int, Link]
     is_joining: bool
     acceptor: Acceptor
-
-    def place_of(self, rank: int) -> PeerId: ...
 
     def address_of(self, peer: int) -> tuple[str, int]: ...
 
@@ -197,7 +196,7 @@ class ReverseConnections:
         # Both directions may open at the same time. The link keeps its own connection, because messages may already be
         # under way on it.
         wanted = isinstance(link, NetworkLink) and (link.is_reversed or not link.open)
-        if not wanted or greeting.incarnation != self._agent.place_of(peer).incarnation:
+        if not wanted or greeting.incarnation != self._agent.places[peer].incarnation:
             raise ConnectionCut("nothing is to be sent over it")
         assert isinstance(link, NetworkLink) and isinstance(connection, NetworkIncoming)
         # The socket now belongs to the link. Left there, the connection would keep a place of its origin, and count as

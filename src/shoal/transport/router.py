@@ -24,7 +24,7 @@ from .incoming import Incoming
 from .link import Link, Receiver
 from .message_auth import strong, sums, unchecked
 from .peer_address import Endpoint, PeerId, ProcessWatch, address_for_listening, choose_transports, local_peer_id
-from .pending_peers import PendingPeers
+from .pending_peers import CONNECTIONS, PendingPeers
 from .poller import Poller
 from .protocol import ProtocolError
 from .reverse_connections import CLOSED_SECONDS, LEAVING_SECONDS, ReverseConnections
@@ -35,8 +35,6 @@ from .tls import Certificates
 
 log = logging.getLogger("shoal")
 
-CONNECTIONS = 2
-"""The limit from one agent to another: its link, and its replacement if the link was cut during the handshake."""
 AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.1
 """The first pause before a link that was cut is tried again, and the longest."""
 LOUD = 15
@@ -44,7 +42,12 @@ LOUD = 15
 
 
 class Router:
-    """The links of one agent. Created before any peer is known: ``deliver_to``, ``listen``, ``meet`` complete it."""
+    """The links of one agent. Created before any peer is known: ``deliver_to``, ``listen``, ``meet`` complete it.
+
+    Attributes:
+        places, endpoints: The process of each agent, and where it listens, by rank.
+        is_joining: Whether this agent waits to be admitted itself. Until then messages of other agents are buffered.
+    """
 
     def __init__(self, rank: int, poller: Poller, arena: Arena, pool: ResultPool, incarnation: int = 0) -> None:
         self.rank = rank
@@ -60,13 +63,13 @@ class Router:
         self._guard = network_link.OPEN
         self._secret = b""
         self._host = ""
-        self._places: list[PeerId] = []
-        self._endpoints: list[Endpoint] = []
+        self.places: list[PeerId] = []
+        self.endpoints: list[Endpoint] = []
         self._kinds: list[str] = []
         self._forced = ""
         self.acceptor = Acceptor(poller, self._make_incoming)
         self._pending_peers = PendingPeers()
-        self.is_joining = False  # this agent waits to be admitted itself: it admits no agent before
+        self.is_joining = False
         self._leaving = False
         self._again: dict[int, float] = {}  # when links that were cut are tried again
         self._tries: dict[int, int] = {}
@@ -111,7 +114,7 @@ class Router:
         ``reached`` are the addresses from which the agents, by rank, have reached the rendezvous; empty if unknown.
         ``ports`` are the ports of the listener for agents of other machines; for 0 the system picks a port.
         """
-        self._places = places
+        self.places = places
         self._forced = forced
         self._kinds = choose_transports(self.place, places, forced)
         others = {kind for rank, kind in enumerate(self._kinds) if rank != self.rank and kind}
@@ -146,12 +149,12 @@ class Router:
             secret: The shared secret that agents prove to know.
             is_private: No other user can know it.
         """
-        self._endpoints = endpoints
+        self.endpoints = endpoints
         self._secret = secret
         check = unchecked if self.certificates else strong if is_private else sums
         self._guard = network_link.Guard(self.certificates, check)
         self.acceptor.expect(endpoint.host for endpoint in endpoints)
-        for place in self._places:
+        for place in self.places:
             self._watch(place)
 
     def _watch(self, place: PeerId) -> None:
@@ -163,13 +166,6 @@ class Router:
 
     def transport_to(self, rank: int) -> str:
         return self._kinds[rank]
-
-    def place_of(self, rank: int) -> PeerId:
-        return self._places[rank]
-
-    @property
-    def places(self) -> list[PeerId]:
-        return self._places
 
     def link(self, peer: int) -> Link:
         """The link to a peer, opened at its first use."""
@@ -184,7 +180,7 @@ class Router:
         if not kind:
             raise OSError(errno.ENOTCONN, "it has not come yet")
         if kind == "threads":
-            return ThreadLink(self.rank, self.inbox, peer, self._endpoints[peer].inbox)
+            return ThreadLink(self.rank, self.inbox, peer, self.endpoints[peer].inbox)
         self.reversing.begin(peer)
         self.poller.wake()
         link = self.outgoing(peer, self._receiver)
@@ -201,9 +197,9 @@ class Router:
 
     def _connect(self, peer: int, purpose: int = MESSAGES) -> tuple[socket.socket, Connecting]:
         """Begin to connect to a peer."""
-        place = self._places[peer]
+        place = self.places[peer]
         if self._kinds[peer] == "shared_memory":
-            sock = self._connect_locally(place, self._endpoints[peer])
+            sock = self._connect_locally(place, self.endpoints[peer])
         else:
             try:
                 sock = tcp.start_connecting(*self.address_of(peer))
@@ -216,7 +212,7 @@ class Router:
 
     def address_of(self, peer: int) -> tuple[str, int]:
         """The address at which a peer listens for agents of other machines, as seen from here."""
-        endpoint = self._endpoints[peer]
+        endpoint = self.endpoints[peer]
         return beside(endpoint.host, self._host), endpoint.port
 
     def _connect_locally(self, place: PeerId, endpoint: Endpoint) -> socket.socket:
@@ -265,7 +261,7 @@ class Router:
 
     def ask_to_connect(self, peer: int) -> None:
         """Ask a peer to open a reverse connection: over one of its own, or through other agents."""
-        own = [*self.incoming.get(peer, ()), *self._pending_peers.of(peer, self._places[peer].incarnation)]
+        own = [*self.incoming.get(peer, ()), *self._pending_peers.of(peer, self.places[peer].incarnation)]
         direct = next((connection for connection in own if connection.resumes and not connection.is_reversed), None)
         if direct is not None:
             direct.ask_to_connect()
@@ -278,7 +274,7 @@ class Router:
 
     def receive_over(self, link: network_link.NetworkLink) -> None:
         """Receive from a peer over an open reversed connection."""
-        incarnation = self._places[link.peer].incarnation
+        incarnation = self.places[link.peer].incarnation
         connection = network_link.NetworkIncoming.over(link, incarnation, self.poller, self._receiver, self._pool)
         self._attend_to(connection)
         try:
@@ -289,7 +285,7 @@ class Router:
             self._forget(connection)
 
     def _make_incoming(self, sock: socket.socket, between_machines: bool) -> Incoming:
-        greeting = Accepting(self._secret, self.rank, len(self._places), self.place.incarnation)
+        greeting = Accepting(self._secret, self.rank, len(self.places), self.place.incarnation)
         connection: Incoming
         if between_machines:
             connection = network_link.NetworkIncoming(
@@ -310,21 +306,15 @@ class Router:
         """A connection is authenticated; file it under its agent."""
         self.acceptor.unauthenticated.remove(connection)
         self.reversing.ask_soon(connection.peer)
-        incarnation = self._places[connection.peer].incarnation
+        incarnation = self.places[connection.peer].incarnation
         # Its messages wait too: handled before the agent is a member, they would meet round counters and plans of the
         # membership before it.
         if connection.incarnation > incarnation or self.is_joining:
-            waiting = self._pending_peers.of(connection.peer, connection.incarnation)
-            if waiting and network_link.goes_on(connection, waiting[0]):
-                self._pending_peers.replace(waiting[0], connection)
-                return
-            if len(waiting) >= CONNECTIONS:
-                raise ProtocolError("it opened one connection more while it waits to be let in")
-            self._pending_peers.add(connection, self._receiver)
+            self._pending_peers.introduce(connection, self._receiver)
             return
         known = self.incoming.setdefault(connection.peer, [])
         before = known[0] if known else self._cut_off.pop(connection.peer, None)
-        if before is not None and network_link.goes_on(connection, before):
+        if before is not None and network_link.continues(connection, before):
             self.incoming[connection.peer] = [connection]
             self._pending_peers.replace(before, connection)
             return
@@ -333,7 +323,7 @@ class Router:
         known.append(connection)
 
     def _is_shut_out(self, rank: int, incarnation: int) -> bool:
-        now = self._places[rank].incarnation
+        now = self.places[rank].incarnation
         return not self.is_joining and (incarnation < now or (incarnation == now and rank in self._shut_out))
 
     def _on_incoming_cut(self, connection: Incoming, cause: str) -> None:
@@ -356,14 +346,6 @@ class Router:
 
     # Joining agents
 
-    def begin_pending(self) -> None:
-        """This agent waits to rejoin. Messages of others are buffered until then."""
-        self.is_joining = True
-
-    def end_pending(self) -> None:
-        """This agent has rejoined; :meth:`admit` its members."""
-        self.is_joining = False
-
     def waits(self, rank: int, incarnation: int) -> bool:
         """Whether an agent is connected and waits to be admitted."""
         return bool(self._pending_peers.of(rank, incarnation))
@@ -371,13 +353,13 @@ class Router:
     def admit(self, place: PeerId, endpoint: Endpoint) -> None:
         """An agent has entered, with this address. Its buffered messages follow with :meth:`open_lobby`."""
         rank = place.rank
-        if self._places[rank] != place:
+        if self.places[rank] != place:
             self.drop(rank)
             self._processes.forget(rank)
-        if endpoint.host and not self._endpoints[rank].host:
+        if endpoint.host and not self.endpoints[rank].host:
             self.acceptor.expect_one_more(endpoint.host)
         self._shut_out.discard(rank)
-        self._places[rank], self._endpoints[rank] = place, endpoint
+        self.places[rank], self.endpoints[rank] = place, endpoint
         self._kinds[rank] = choose_transports(self.place, [place], self._forced)[0]
         if rank not in self._processes:
             self._watch(place)
@@ -388,10 +370,6 @@ class Router:
     def admit_pending(self) -> None:
         """Deliver the buffered messages of admitted agents. For the driving thread."""
         self._pending_peers.open(self._receiver)
-
-    @property
-    def endpoints(self) -> list[Endpoint]:
-        return self._endpoints
 
     def check(self, now: float) -> None:
         """Do due work: close silent connections, reopen listeners, retry links."""
@@ -450,10 +428,6 @@ class Router:
                 if found is not None:
                     return found
         raise KeyError(f"rank {peer} has shared no memory {ident}")
-
-    def inbox_of(self, peer: int) -> str:
-        """The inbox of a peer that is a thread of this process."""
-        return self._endpoints[peer].inbox
 
     def retire_memory(self) -> None:
         """Notify all peers of this agent's freed memory files."""

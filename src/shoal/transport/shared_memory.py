@@ -54,8 +54,6 @@ _CLOSE = int(socket.MSG_CMSG_CLOEXEC)
 class SharedMemoryLink(Outgoing):
     """A link to a process of the same machine."""
 
-    transport = "shared memory"
-
     seal_of = staticmethod(lambda _key: ChecksumSeal())
 
     def __init__(

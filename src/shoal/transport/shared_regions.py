@@ -237,15 +237,15 @@ class Arena(_Returns[Region]):
         self._segments[segment.ident] = segment
         return segment
 
-    def _take_in(self, one: Region) -> None:
-        address = one.data.data_ptr()
-        if self._of_tensors.get(address) is one:
+    def _take_in(self, region: Region) -> None:
+        address = region.data.data_ptr()
+        if self._of_tensors.get(address) is region:
             del self._of_tensors[address]
         if self.closed:
             return
-        self._free[one.size].append(one)
-        if one.size > SMALL:
-            self._free_large += one.size
+        self._free[region.size].append(region)
+        if region.size > SMALL:
+            self._free_large += region.size
 
     def next_ident(self) -> int:
         """A number for a memory file that is none of the arena's."""
@@ -425,8 +425,8 @@ class ResultPool(_Returns[tuple[mmap.mmap, int]]):
         self._hand_out(lease, (block, len(block)))
         return torch.frombuffer(lease, dtype=dtype)
 
-    def _take_in(self, one: tuple[mmap.mmap, int]) -> None:
-        block, size = one
+    def _take_in(self, sized_block: tuple[mmap.mmap, int]) -> None:
+        block, size = sized_block
         if self._free_bytes + size > self._keep:
             self._trim(self._keep - size)
         if self._free_bytes + size <= self._keep:

@@ -19,16 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import clock
-from .handshake import (
-    HELLO_SIZE,
-    QUESTION,
-    REPLACED,
-    REVERSED,
-    SHUT_OUT,
-    WELCOME_SIZE,
-    Connecting,
-    Keys,
-)
+from .handshake import HELLO_SIZE, QUESTION, REPLACED, REVERSED, SHUT_OUT, WELCOME_SIZE, Connecting, Keys
 from .link import Published, Receiver
 from .message_auth import Seal
 from .poller import READ, WRITE, Poller
@@ -78,7 +69,6 @@ class Established(NamedTuple):
 class Outgoing:
     """The connecting side: handshake first, then whatever has been queued."""
 
-    transport = ""
     seal_of: Callable[[bytes], Seal]
     """Makes the seal of one direction from its key."""
     resumes = False
@@ -244,7 +234,7 @@ class Outgoing:
 
     def _begin(self, had: int) -> None:
         """The handshake is over, and ``had`` units have arrived over other connections."""
-        self._go_on_after(had)
+        self._resend_after(had)
         self.open, self._since = True, clock.monotonic()
         if self._cut_by:
             log.warning("the connection to rank %d was cut (%s), and is there again", self.peer, self._cut_by)
@@ -255,7 +245,7 @@ class Outgoing:
         """The connection has been open before, even if it was cut since."""
         return self._since > 0.0
 
-    def _go_on_after(self, had: int) -> None:
+    def _resend_after(self, had: int) -> None:
         """``had`` units have arrived over other connections."""
 
     def _whole(self, nbytes: int) -> bytes:
@@ -293,14 +283,14 @@ class Outgoing:
             self._left = True
             self._receiver.on_left(self.peer, lost, cause.rstrip(b"\0").decode(errors="replace"))
         elif word == ARRIVED:
-            self._on_had(count)
+            self._on_arrived_count(count)
         elif word == CONNECT and self.resumes:
             self.on_request(self.peer)
         else:
             raise ProtocolError("it says what nobody says there")
         return True
 
-    def _on_had(self, count: int) -> None:
+    def _on_arrived_count(self, count: int) -> None:
         """``count`` units have arrived."""
         raise ProtocolError("it counts what comes to it without being asked")
 

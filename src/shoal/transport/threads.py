@@ -66,7 +66,6 @@ class ThreadInbox:
 class ThreadLink:
     """A link to another thread of this process."""
 
-    transport = "threads"
     idle = True
 
     def __init__(self, rank: int, own: ThreadInbox, peer: int, address: str) -> None:

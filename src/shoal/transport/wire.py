@@ -116,7 +116,7 @@ class Payload:
     def complete(self) -> bool:
         return self.available == self.data.numel()
 
-    def is_complete(self) -> None:
+    def mark_complete(self) -> None:
         """Mark all of it as arrived."""
         self.available = self.data.numel()
 

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +20,8 @@ from .. import clock
 from .._signals import SLICE, deferred
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
 from ..operations.operation import FailurePolicy, Handle, Operation
+from ..operations.profiling import deferred_span, profiler
+from ..operations.services import Service
 from ..operations.stage import Exchange, Send, Steps
 from ..runtime.agent import Agent, bind
 from ..transport.shared_regions import Segment
@@ -32,11 +35,13 @@ from .window_part import WindowPart
 T = TypeVar("T")
 _STOP_SECONDS = 5.0
 """Seconds in which a call ends after its window has been freed."""
+_calls = count()
+"""Distinguishes the calls of this process for listeners to their events."""
 _LONGEST_POLL = 60.0
 """The driving thread checks the clock at least so often, in seconds, also if it is not woken."""
 # Weak: the windows own their memories. A strong reference would keep the memory of a freed window until the process
 # ends.
-_here: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref.WeakValueDictionary()
+_local_memories: weakref.WeakValueDictionary[tuple[str, str, int], WindowMemory] = weakref.WeakValueDictionary()
 """The memories of this process, by the owner's inbox, the name and the number: for agents that are threads."""
 
 
@@ -68,7 +73,7 @@ class WindowCall(Operation):
         return self._waiting_for()
 
 
-class Windows:
+class Windows(Service):
     """The windows of one agent, and the service that serves its neighbours' requests."""
 
     def __init__(self, agent: Agent) -> None:
@@ -154,7 +159,7 @@ class Windows:
             # The round of the name is equal on all neighbours. So a request for a freed window of this name does not
             # reach its successor.
             window.number = operation.round
-            _here[(self.engine.inbox_address, name, window.number)] = memory
+            _local_memories[(self.engine.router.inbox.address, name, window.number)] = memory
             # Registered and shared before the header leaves. A neighbour that has all its headers writes at once, and
             # would be refused as by an owner that has freed the window.
             with self.engine.lock:
@@ -200,7 +205,7 @@ class Windows:
         kind = router.transport_to(rank)
         # A neighbour with no other neighbours may have freed its window by now: it refuses later messages.
         if kind == "threads":
-            memory = _here.get((router.inbox_of(rank), window.name, window.number))
+            memory = _local_memories.get((router.endpoints[rank].inbox, window.name, window.number))
             if memory is not None:
                 window.direct[rank] = memory
         elif kind == "shared_memory":
@@ -243,6 +248,25 @@ class Windows:
         return self.engine.rank if self._closing else None
 
     # Running
+
+    def call(self, op: str, name: str, move: Callable[[], T]) -> T:
+        """Run a call on a window, and report its begin and end to the listeners for the agent's events."""
+        with deferred_span(op, name, "call") if profiler._is_profiler_enabled else deferred:
+            # Signals are deferred around the call: an exception of a signal handler between a lock and its release
+            # would leave the slot locked for the neighbours.
+            events = self.engine.events
+            if not events.active:
+                return move()
+            channel = channel_of(name)
+            number = -1 - next(_calls)  # below zero: its exchanges between machines have this name, and rounds of 0 on
+            events.emit("submitted", op, channel, number)
+            try:
+                result = move()
+            except BaseException as error:
+                events.emit("failed", op, channel, number, detail=f"{type(error).__name__}: {error}")
+                raise
+            events.emit("finished", op, channel, number)
+            return result
 
     def start(self, op: str, name: str, function: Callable[[], T], deadline: float) -> Handle[T]:
         """Run something in this agent's worker, in the order of calls, if its turn comes before the deadline."""
@@ -337,7 +361,7 @@ class Windows:
         for window in self._windows.values():
             window.lose(rank)
         cause = self.cause if because is None else because
-        if self.engine.has_left(rank) and cause is not None:
+        if rank in self.engine.view.left and cause is not None:
             # An agent that left on purpose is no cause by itself: errors name the rank whose loss made it leave.
             self._because[rank] = cause
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -27,31 +27,16 @@ from ..transport.wire import Kind, Message
 from .locks import Freed
 from .owner_requests import LOCK, UNLOCK, name_of
 from .window_memory import MUTEX, OWN, WriteKind
-from .window_part import WindowPart
+from .window_part import WindowOwner, WindowPart
 
 AGAIN = 0.001
 _HOW = {how.value: how for how in WriteKind}
 
 
-class ServedWindows(Protocol):
-    """The interface to the windows of the agent that requests need."""
-
-    @property
-    def with_p(self) -> bool:
-        """Calls carry the associated weight."""
-
-    @property
-    def cause(self) -> int | None:
-        """The rank whose loss makes this agent free a window now; its own rank if it shuts down with windows open."""
-
-    def find(self, channel: str) -> WindowPart | None:
-        """The window that a message is for."""
-
-
 class Requests:
     """The requests of other agents, under the engine's lock."""
 
-    def __init__(self, owner: ServedWindows, engine: Engine) -> None:
+    def __init__(self, owner: WindowOwner, engine: Engine) -> None:
         self._owner = owner
         self._engine = engine
         self._waiting: deque[tuple[int, Message]] = deque()
@@ -150,7 +135,7 @@ class Requests:
             return True
         how = _HOW[message.op]
         if how is WriteKind.GET:
-            return self._give(window, source, message)
+            return self._serve_get(window, source, message)
         payload, layout = message.payload, window.memory.layout
         # Not trusted either: a tensor of another size or dtype would raise there as well.
         if payload is None or (payload.data.numel(), payload.data.dtype) != (layout.numel, layout.dtype):
@@ -163,7 +148,7 @@ class Requests:
         self._answer(source, message)
         return True
 
-    def _give(self, window: WindowPart, source: int, message: Message) -> bool:
+    def _serve_get(self, window: WindowPart, source: int, message: Message) -> bool:
         # The owner's own calls change the tensor under this lock. A get without it could send half of an update.
         if not window.memory.try_acquire(OWN, source):
             return False

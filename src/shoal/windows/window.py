@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
 from types import TracebackType
 from typing import TypeVar
 
@@ -36,24 +35,20 @@ from .. import clock
 from .._signals import deferred
 from ..errors import NotInitialized
 from ..operations.operation import Handle
-from ..operations.profiling import deferred_span, profiler
 from ..operations.timeouts import parse_timeout
 from ..ops.arguments import as_ranks, channel_name, check_tensor, detached
 from ..runtime.agent import current
 from ..transport.wire import DTYPES
-from .owner_requests import channel_of
 from .registry import Windows, windows_of
 from .window_memory import SlotState, WriteKind
 from .window_part import WindowPart
-from .window_weights import weight_of, weights_of
+from .window_weights import update_weights, weight_of, weights_of
 
 T = TypeVar("T")
 Weights = Mapping[int, float]
 _NUMBERS = tuple(dtype for dtype in DTYPES if dtype != torch.bool)
-_calls = count()
-"""Distinguishes the calls of this process for listeners to their events."""
-# Names of the calls in errors and traces, and in requests to neighbours.
-_PUT, _ACCUMULATE, _GET = WriteKind.PUT.value, WriteKind.ACCUMULATE.value, WriteKind.GET.value
+_GET = WriteKind.GET.value
+"""The name of a get in errors and traces, and in requests to neighbours; those of other calls are equally values."""
 
 
 def create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout: float | None = None) -> Window:
@@ -92,7 +87,7 @@ def register(op: str, tensor: torch.Tensor, name: str, zero_init: bool, timeout:
         raise ValueError(f"{op}: give the window a name")
     channel_name(op, name)
     windows = windows_of(agent)
-    is_new = _describe_window(windows, "win_create", name, lambda: windows.create(name, tensor, zero_init, timeout))
+    is_new = windows.call("win_create", name, lambda: windows.create(name, tensor, zero_init, timeout))
     return named(name, op=op) if is_new else None
 
 
@@ -229,9 +224,9 @@ class Window:
             self_weight: See above.
             dst_weights, require_mutex, timeout: See :class:`Window`.
         """
-        deadline = self._deadline(timeout)
-        move = self._sending(_PUT, WriteKind.PUT, tensor, self_weight, dst_weights, require_mutex, deadline)
-        _describe_window(self._windows, _PUT, self._part.name, move)
+        how, deadline = WriteKind.PUT, self._deadline(timeout)
+        move = self._sending(how, tensor, self_weight, dst_weights, require_mutex, deadline)
+        self._windows.call(how.value, self._part.name, move)
 
     def put_nonblocking(
         self,
@@ -244,9 +239,9 @@ class Window:
     ) -> Handle[bool]:
         """:meth:`put` without waiting. The tensor must not change until the handle is done."""
         # Now, and not in the worker: the time that the call waits for its turn counts as well.
-        deadline = self._deadline(timeout)
-        move = self._sending(_PUT, WriteKind.PUT, tensor, self_weight, dst_weights, require_mutex, deadline)
-        return self._later(_PUT, move, deadline)
+        how, deadline = WriteKind.PUT, self._deadline(timeout)
+        move = self._sending(how, tensor, self_weight, dst_weights, require_mutex, deadline)
+        return self._later(how.value, move, deadline)
 
     def accumulate(
         self,
@@ -264,8 +259,8 @@ class Window:
         Arguments as for :meth:`put`.
         """
         how, deadline = WriteKind.ACCUMULATE, self._deadline(timeout)
-        move = self._sending(_ACCUMULATE, how, tensor, self_weight, dst_weights, require_mutex, deadline)
-        _describe_window(self._windows, _ACCUMULATE, self._part.name, move)
+        move = self._sending(how, tensor, self_weight, dst_weights, require_mutex, deadline)
+        self._windows.call(how.value, self._part.name, move)
 
     def accumulate_nonblocking(
         self,
@@ -281,8 +276,8 @@ class Window:
         With a ``self_weight``, do not update or collect this window before that either.
         """
         how, deadline = WriteKind.ACCUMULATE, self._deadline(timeout)
-        move = self._sending(_ACCUMULATE, how, tensor, self_weight, dst_weights, require_mutex, deadline)
-        return self._later(_ACCUMULATE, move, deadline)
+        move = self._sending(how, tensor, self_weight, dst_weights, require_mutex, deadline)
+        return self._later(how.value, move, deadline)
 
     def get(
         self,
@@ -296,7 +291,7 @@ class Window:
         Associated weights are not moved. Arguments: see :class:`Window`.
         """
         move = self._getting(src_weights, require_mutex, self._deadline(timeout))
-        _describe_window(self._windows, _GET, self._part.name, move)
+        self._windows.call(_GET, self._part.name, move)
 
     def get_nonblocking(
         self,
@@ -333,31 +328,11 @@ class Window:
             The registered tensor, changed in place, or the clone. Versions count from zero again.
         """
         op, part = "win_update", self._open("win_update")
-        if (self_weight is None) != (src_weights is None):
-            raise ValueError(
-                f"{op} {self.name!r}: give both self_weight and the in-neighbours' weights, or neither (the topology's "
-                "weights)"
-            )
-        if src_weights is None or self_weight is None:
-            # The slots of lost agents keep their last values: an average with them would pull this agent to where the
-            # lost one stopped.
-            weights = {rank: part.mixing.sources[rank] for rank in part.there(part.sources)}
-            # The weights of a row must still sum to 1: without the lost share every update after a loss would shrink
-            # the tensor.
-            lost = sum(weight for rank, weight in part.mixing.sources.items() if rank not in weights)
-            self_weight = part.mixing.self_weight + lost
-            if not part.tensor.dtype.is_floating_point and not part.tensor.dtype.is_complex:
-                raise TypeError(
-                    f"{op} {self.name!r}: the topology's weights are fractions and the window holds "
-                    f"{part.tensor.dtype}; give whole numbers as self_weight and as the in-neighbours' weights"
-                )
-        else:
-            weights = weights_of(op, part, self._windows, src_weights, part.sources, "src_weights")
-            self_weight = weight_of(op, part, self_weight, "self_weight")
+        own, weights = update_weights(op, part, self._windows, self_weight, src_weights)
         # Exactly the slots that are summed: emptying another slot would lose its values.
         emptied, deadline = sorted(weights) if reset else [], self._deadline(timeout)
-        move = partial(part.update, self_weight, weights, emptied, clone, require_mutex, deadline, op)
-        return _describe_window(self._windows, op, part.name, move)
+        move = partial(part.update, own, weights, emptied, clone, require_mutex, deadline, op)
+        return self._windows.call(op, part.name, move)
 
     def collect(self, *, require_mutex: bool = False, timeout: float | None = None) -> torch.Tensor:
         """Add all slots to the registered tensor, in place, and empty them; concurrent writes are not lost.
@@ -371,7 +346,7 @@ class Window:
         # that mass.
         ones, deadline = dict.fromkeys(part.sources, 1), self._deadline(timeout)
         move = partial(part.update, 1, ones, list(ones), False, require_mutex, deadline, op)
-        return _describe_window(self._windows, op, part.name, move)
+        return self._windows.call(op, part.name, move)
 
     @contextmanager
     def mutex(
@@ -444,7 +419,6 @@ class Window:
 
     def _sending(
         self,
-        op: str,
         how: WriteKind,
         tensor: torch.Tensor | None,
         self_weight: float | None,
@@ -453,6 +427,7 @@ class Window:
         deadline: float,
     ) -> Callable[[], bool]:
         """A put or an accumulate, checked."""
+        op = how.value
         part = self._open(op)
         tensor = part.tensor if tensor is None else tensor
         check_tensor(op, detached(tensor), _NUMBERS)
@@ -486,24 +461,4 @@ class Window:
     def _later(self, op: str, move: Callable[[], bool], deadline: float) -> Handle[bool]:
         windows, name = self._windows, self._part.name
         with deferred:
-            return windows.start(op, name, partial(_describe_window, windows, op, name, move), deadline)
-
-
-def _describe_window(windows: Windows, op: str, name: str, move: Callable[[], T]) -> T:
-    """Run a call, and report its begin and end to the listeners for the agent's events."""
-    with deferred_span(op, name, "call") if profiler._is_profiler_enabled else deferred:
-        # Signals are deferred around the call: an exception of a signal handler between a lock and its release would
-        # leave the slot locked for the neighbours.
-        events = windows.engine.events
-        if not events.active:
-            return move()
-        channel = channel_of(name)
-        number = -1 - next(_calls)  # below zero: its exchanges between machines have this name, and rounds of 0 on
-        events.emit("submitted", op, channel, number)
-        try:
-            result = move()
-        except BaseException as error:
-            events.emit("failed", op, channel, number, detail=f"{type(error).__name__}: {error}")
-            raise
-        events.emit("finished", op, channel, number)
-        return result
+            return windows.start(op, name, partial(windows.call, op, name, move), deadline)

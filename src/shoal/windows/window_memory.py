@@ -163,7 +163,7 @@ class WindowMemory:
 
     # Locks
 
-    def try_acquire(self, byte: int, who: int) -> bool:
+    def try_acquire(self, byte: int, rank: int) -> bool:
         """Take a lock for an agent if it is free.
 
         Raises:
@@ -173,10 +173,10 @@ class WindowMemory:
         # operations of this agent.
         if not self.locks.try_acquire(byte):
             return False
-        self._sign(byte, who)
+        self._record_holder(byte, rank)
         return True
 
-    def acquire(self, byte: int, who: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
+    def acquire(self, byte: int, rank: int, deadline: float, check: Callable[[], None] = lambda: None) -> None:
         """Take a lock for an agent, waiting until ``deadline``; ``check`` is called between attempts.
 
         Raises:
@@ -194,10 +194,10 @@ class WindowMemory:
         try:
             self.locks.acquire(byte, deadline, look)
         except Busy:
-            raise Busy(self._keeper(byte, who)) from None
-        self._sign(byte, who)
+            raise Busy(self._keeper(byte, rank)) from None
+        self._record_holder(byte, rank)
 
-    def _sign(self, byte: int, who: int) -> None:
+    def _record_holder(self, byte: int, rank: int) -> None:
         """Record the holder of a lock that was just taken, or release it if the window has been freed."""
         # The owner may have freed the window between the last check and the lock. A write then would succeed although
         # nobody reads it, and the caller would get no error.
@@ -207,18 +207,18 @@ class WindowMemory:
         # Only for errors: the name stays after a release, and is read when a wait for this byte ends in Busy. An edge
         # needs none, as only its two ends lock it.
         if byte < EDGES:
-            self._flags[_KEEPERS + byte] = who
+            self._flags[_KEEPERS + byte] = rank
 
     @contextmanager
     def hold(
-        self, bytes_: list[int], who: int, deadline: float, check: Callable[[], None] = lambda: None
+        self, bytes_: list[int], rank: int, deadline: float, check: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Hold several locks, taken in ascending order."""
         held: list[int] = []
         try:
             # Two threads that take the same two locks in different orders would wait for each other until the deadline.
             for byte in sorted(bytes_):
-                self.acquire(byte, who, deadline, check)
+                self.acquire(byte, rank, deadline, check)
                 held.append(byte)
             yield
         finally:
@@ -227,14 +227,14 @@ class WindowMemory:
             for byte in reversed(held):
                 self.locks.release(byte)
 
-    def _keeper(self, byte: int, who: int) -> int | None:
+    def _keeper(self, byte: int, rank: int) -> int | None:
         """The other holder of a lock: the last agent that took it, or for an edge the agent at its other end. None: the
         owner.
         """
         if byte < EDGES:
             return int(self._flags[_KEEPERS + byte])
         source = self.layout.sources[byte - EDGES]
-        return None if who == source else source
+        return None if rank == source else source
 
     # Writing to a slot
 

@@ -30,7 +30,7 @@ from .window_memory import MUTEX, OWN, SlotState, WindowMemory, WriteKind
 
 
 class WindowOwner(Protocol):
-    """The interface to an agent's windows that one window needs."""
+    """The interface to an agent's windows that one window, and the requests of other agents, need."""
 
     @property
     def engine(self) -> Engine:
@@ -39,6 +39,13 @@ class WindowOwner(Protocol):
     @property
     def with_p(self) -> bool:
         """Calls carry the associated weight."""
+
+    @property
+    def cause(self) -> int | None:
+        """The rank whose loss makes this agent free a window now; its own rank if it shuts down with windows open."""
+
+    def find(self, channel: str) -> WindowPart | None:
+        """The window that a message is for."""
 
     def waiting(self, ranks: Callable[[], Sequence[int]], *call: str) -> AbstractContextManager[None]:
         """Note that the calling thread may have to wait for these ranks; ``call`` names the call, unless an operation
@@ -108,15 +115,15 @@ class WindowPart:
 
     def there(self, ranks: Iterable[int]) -> list[int]:
         """The given ranks, without lost agents whose loss is survived; a rejoined agent has no part in this window."""
-        return [rank for rank in ranks if not self._goes_on_without(rank)] if self._gone else list(ranks)
+        return [rank for rank in ranks if not self._survives_loss_of(rank)] if self._gone else list(ranks)
 
     def need(self, op: str, ranks: Iterable[int]) -> None:
         """Raise if one of the ranks, which the caller has named, is lost, even if its loss would be survived."""
         if self._gone:
-            for rank in filter(self._goes_on_without, ranks):
+            for rank in filter(self._survives_loss_of, ranks):
                 self._check(op, rank)
 
-    def _goes_on_without(self, rank: int) -> bool:
+    def _survives_loss_of(self, rank: int) -> bool:
         return rank in self._gone and self._engine.survives_losses
 
     @property
@@ -175,7 +182,7 @@ class WindowPart:
             memory = self.direct.get(rank)
             if memory is None:
                 continue
-            with self._or_go_on_without(rank), self._explained(how.value, rank, deadline):
+            with self._ignoring_survived_loss(rank), self._explained(how.value, rank, deadline):
                 self._check(how.value, rank)
                 p = None if share is None else share * weight
                 memory.write(how, self._engine.rank, tensor, weight, p, deadline, partial(self._check, how.value, rank))
@@ -184,7 +191,7 @@ class WindowPart:
                 self._answers(handle)
                 break
             except PeerLost:
-                if not any(map(self._goes_on_without, far)):
+                if not any(map(self._survives_loss_of, far)):
                     raise
                 far = {} if handle.operation.next_stage > 1 else far  # it had left for the others as well
                 handle = self._ask_members(how.value, far, tensor, share, deadline)
@@ -196,24 +203,24 @@ class WindowPart:
             try:
                 return self._ask(Request(op, wanted, tensor, share), deadline)
             except PeerLost:
-                if not any(map(self._goes_on_without, wanted)):
+                if not any(map(self._survives_loss_of, wanted)):
                     raise
         return None
 
     @contextmanager
-    def _or_go_on_without(self, rank: int) -> Iterator[None]:
+    def _ignoring_survived_loss(self, rank: int) -> Iterator[None]:
         """Ignore the loss of a rank within the block, if losses are survived."""
         try:
             yield
         except PeerLost:
-            if not self._goes_on_without(rank):
+            if not self._survives_loss_of(rank):
                 raise
 
     def get(self, weights: Mapping[int, float], require_mutex: bool, deadline: float) -> bool:
         """Fetch the registered tensors of in-neighbours, times a weight, into this agent's slots for them."""
         op = WriteKind.GET.value
         for rank, weight in weights.items():
-            with self._or_go_on_without(rank), ExitStack() as held:
+            with self._ignoring_survived_loss(rank), ExitStack() as held:
                 if require_mutex:
                     held.enter_context(self.mutex([rank], deadline, op))
                 memory = self.direct.get(rank)
@@ -271,7 +278,7 @@ class WindowPart:
         """
         deadline = clock.monotonic() + self._engine.timeout
         for rank in self.there(sorted({*self.sources, *self.destinations})):
-            with self._or_go_on_without(rank):  # it may be lost during the check
+            with self._ignoring_survived_loss(rank):  # it may be lost during the check
                 self._check(op, rank)
                 memory = self.direct.get(rank)
                 if memory is None:  # a request for its mutex fails if the window is freed
@@ -412,7 +419,7 @@ class WindowPart:
 
     def _lost(self, op: str, problem: str, cause: int | None) -> PeerLost:
         engine = self._engine
-        reason = "" if cause is None else engine.reason_of_loss(cause)
+        reason = "" if cause is None else engine.view.died.get(cause, "")
         if reason and reason not in problem:
             problem += f" ({reason})"
         ranks = () if cause is None else (cause,)

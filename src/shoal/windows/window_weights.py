@@ -41,11 +41,50 @@ def weights_of(
     return {neighbour: weight_of(op, window, weight, f"{argument}[{neighbour}]") for neighbour, weight in pairs}
 
 
+def update_weights(
+    op: str,
+    window: WindowPart,
+    windows: Windows,
+    self_weight: float | None,
+    src_weights: Mapping[int, float] | None,
+) -> tuple[float, dict[int, float]]:
+    """The checked weights of an update: of the registered tensor, and of the slots by rank; by default the topology's.
+
+    Raises:
+        ValueError: Only one of the two is given.
+        TypeError: The topology's weights are fractions, and the window holds whole numbers.
+    """
+    if (self_weight is None) != (src_weights is None):
+        raise ValueError(
+            f"{op} {window.name!r}: give both self_weight and the in-neighbours' weights, or neither (the topology's "
+            "weights)"
+        )
+    if src_weights is not None and self_weight is not None:
+        weights = weights_of(op, window, windows, src_weights, window.sources, "src_weights")
+        return weight_of(op, window, self_weight, "self_weight"), weights
+    if not _has_fractions(window):
+        raise TypeError(
+            f"{op} {window.name!r}: the topology's weights are fractions and the window holds "
+            f"{window.tensor.dtype}; give whole numbers as self_weight and as the in-neighbours' weights"
+        )
+    mixing = window.mixing
+    # The slots of lost agents keep their last values: an average with them would pull this agent to where the lost one
+    # stopped.
+    weights = {rank: mixing.sources[rank] for rank in window.there(window.sources)}
+    # The weights of a row must still sum to 1: without the lost share every update after a loss would shrink the
+    # tensor.
+    lost = sum(weight for rank, weight in mixing.sources.items() if rank not in weights)
+    return mixing.self_weight + lost, weights
+
+
+def _has_fractions(window: WindowPart) -> bool:
+    return window.tensor.dtype.is_floating_point or window.tensor.dtype.is_complex
+
+
 def weight_of(op: str, window: WindowPart, weight: float, argument: str) -> float:
     """Check a weight: finite, and whole for a window of whole numbers."""
     number = as_weight(weight, f"{op} {window.name!r}, {argument},")
-    dtype = window.tensor.dtype
-    if dtype.is_floating_point or dtype.is_complex:
+    if _has_fractions(window):
         return number
     try:
         # A float has all whole numbers up to 2^53 only. A larger weight is read again from the argument, or it would be
@@ -53,5 +92,5 @@ def weight_of(op: str, window: WindowPart, weight: float, argument: str) -> floa
         return int(number) if number == int(number) and abs(number) < 1 << 53 else as_int(weight, argument)
     except TypeError:
         raise TypeError(
-            f"{op} {window.name!r}: {argument}={weight}, and the window holds {dtype}; give whole numbers"
+            f"{op} {window.name!r}: {argument}={weight}, and the window holds {window.tensor.dtype}; give whole numbers"
         ) from None

@@ -24,7 +24,7 @@ from ...engine.engine import Engine
 from ...errors import DeadlineExceeded, NotInitialized
 from ...operations.control_messages import read_json
 from ...operations.operation import Handle
-from ...operations.services import MinimalService
+from ...operations.services import Service
 from ...ops.arguments import Internal
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
@@ -69,7 +69,7 @@ class JoinState(NamedTuple):
     received: int
 
 
-class JoinCoordinator(MinimalService):
+class JoinCoordinator(Service):
     """The part of one agent. Data without a lock of its own is used under the engine's."""
 
     def __init__(self, engine: Engine) -> None:

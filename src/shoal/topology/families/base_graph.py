@@ -149,10 +149,10 @@ def _simple_base(groups: Ranks, peers: int) -> Plan:
         return _hyper_hypercube(groups, peers)
     parts = _split_by_digits(groups, peers + 1)
     plan = _side_by_side(_hyper_hypercube(part.reshape(count, -1), peers) for part in parts)
-    return plan + _side_by_side(_hand_on(parts[first:], peers, wait=first) for first in range(len(parts) - 1))
+    return plan + _side_by_side(_send_results(parts[first:], peers, wait=first) for first in range(len(parts) - 1))
 
 
-def _hand_on(parts: list[Ranks], peers: int, wait: int) -> Plan:
+def _send_results(parts: list[Ranks], peers: int, wait: int) -> Plan:
     """All later parts exchange with the first, which then averages in itself.
 
     Each later agent takes as much of the first part's mean as that part has of all these agents. It does so by one
