@@ -45,7 +45,7 @@ def power_gossip(rank: int, halves: int) -> Vectors:
             part = started[side][:, used[side] : used[side] + length * rank].numpy()
             used[side] += length * rank
             for link, row in zip(LINKS, part, strict=True):
-                bases[(*link, number, side)] = row.reshape(length, rank)
+                bases[(*link, number, side)] = row.reshape(rank, length).T
     x, half = start.numpy(), 0
     for step in range(STEPS):
         x = x - LR * gradients_of_all(model, x, step)
