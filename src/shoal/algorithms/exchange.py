@@ -184,7 +184,7 @@ class Exchange(Mix):
         return rows.flatten(0, 1).unsqueeze(0)
 
     def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
-        return rows.squeeze(0).unflatten(0, (len(self._neighbours), r))
+        return rows.reshape(len(self._neighbours), r, rows.shape[-1])
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         ranks = self._neighbours

@@ -220,7 +220,8 @@ class PowerGossip(Algorithm):
             U = weights * U
             for matrix, u, v in zip(matrices, _split(U[:, :factored], matrices, side), V, strict=True):
                 matrix.add(x, mix.by_agent(u), v, side)
-            for part, u in zip(whole, mix.gather(U[:, factored:]).split([*map(_length, whole)], -1), strict=True):
+            gathered = torch.split(mix.gather(U[:, factored:]), [part.stop - part.start for part in whole], dim=-1)
+            for part, u in zip(whole, gathered, strict=True):
                 x[..., part] += u
             whole = []
         return x, (weights, *vectors)
@@ -281,14 +282,12 @@ class _Matrix:
         return (pad(numbers, (0, missing)) if missing else numbers).view(-1, self.rows, self.columns)
 
 
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
-
-
 def _split(vectors: torch.Tensor, matrices: list[_Matrix], side: int) -> list[torch.Tensor]:
     """The vectors of each matrix, in rows: ``[links, numbers]`` to a list of ``[links, rank, length]``."""
     parts = torch.split(vectors, [matrix.rank * matrix.length(side) for matrix in matrices], dim=-1)
-    return [part.unflatten(-1, (matrix.rank, -1)) for part, matrix in zip(parts, matrices, strict=True)]
+    return [
+        part.view(len(part), matrix.rank, matrix.length(side)) for part, matrix in zip(parts, matrices, strict=True)
+    ]
 
 
 def _orthonormal(

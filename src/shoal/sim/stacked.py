@@ -295,7 +295,7 @@ class StackedMix(Mix):
 
     def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
         place = self._ranks("place", rows.device, self._places)
-        return rows.unflatten(1, (rows.shape[1] // r, r))[self._here(rows.device), place]
+        return rows.view(self.size, rows.shape[1] // r, r, rows.shape[-1])[self._here(rows.device), place]
 
     def _places(self) -> Ranks:
         """The place of each link among those of its agent, ``[links]``."""
