@@ -415,7 +415,9 @@ def test_initial_vectors_of_power_gossip_are_equal_at_both_ends_and_have_random_
     )
     for vector in vectors:
         assert torch.equal(vector[0], vector[1])
-        assert abs(float(vector[0].mean())) < 0.3 < float(vector[0].std())
+        numbers = vector[0] * len(vector[0]) ** 0.5  # of a unit vector
+        assert abs(float(numbers.norm()) ** 2 / len(numbers) - 1) < 1e-14
+        assert abs(float(numbers.mean())) < 0.3 < 0.9 < float(numbers.std())
 
 
 def test_power_gossip_sends_two_vectors_over_each_link_and_iteration() -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import shoal
 from shoal.algorithms import PowerGossip
+from shoal.algorithms.matrices import LEFT, _Matrix, _orthonormal
 from shoal.compression import LowRank
 from shoal.sim import StackedFleet
 from support.optimizers import LR, MODEL, SIZE, batch, flat, gradient
@@ -45,7 +46,7 @@ def power_gossip(rank: int, halves: int) -> Vectors:
             part = started[side][:, used[side] : used[side] + length * rank].numpy()
             used[side] += length * rank
             for link, row in zip(LINKS, part, strict=True):
-                bases[(*link, number, side)] = row.reshape(length, rank)
+                bases[(*link, number, side)] = row.reshape(rank, length).T
     x, half = start.numpy(), 0
     for step in range(STEPS):
         x = x - LR * gradients_of_all(model, x, step)
@@ -100,6 +101,51 @@ def test_a_matrix_sends_rank_times_rows_plus_columns_and_a_vector_all_its_entrie
     halves = [2 * 8 * (rank * (7 + 3) + 7 + 3), 2 * 8 * (rank * (5 + 7) + 7 + 3)]  # of the right side, of the left
     for _, sent in fleet(SIZE).run(train, LowRank(rank, iterations=0.5)):
         assert sent == [halves[1], halves[0], halves[1]]
+
+
+def test_groups_with_their_own_learning_rate_schedules_step_by_them(fleet: Fleets) -> None:
+    """One number for each parameter: the first group's rate falls to a half. Other rates give other models."""
+
+    def train_with(rate: float) -> torch.Tensor:
+        model = deepcopy(MODEL)
+        first, *others = model.parameters()
+        sgd = torch.optim.SGD([{"params": [first]}, {"params": others}], lr=LR)
+        optimizer = shoal.DecentralizedOptimizer(sgd, model, compression=LowRank(), topology=GRAPH)
+        for step in range(2):
+            sgd.param_groups[0]["lr"] = rate if step else LR
+            optimizer.zero_grad()
+            model(batch(shoal.rank(), step)).square().mean().backward()
+            optimizer.step()
+        optimizer.close()
+        return flat(model)
+
+    agents = fleet(SIZE)
+    full, half, none = (torch.stack(agents.run(train_with, rate)).mean(0) for rate in (LR, LR / 2, 1e-12 * LR))
+    weights = SHAPES[0][0] * SHAPES[0][1]
+    assert (full - none)[:weights].norm() > 1e-3
+    assert ((full + none) / 2 - half).abs().max() < 1e-12  # the mean of agents is linear in the rate of the last step
+
+
+@pytest.mark.parametrize("condition", [1.0, 1e3, 1e5])
+def test_orthonormal_vectors_span_the_given_ones_in_turn(condition: float) -> None:
+    draw = torch.Generator().manual_seed(5)
+    common, vectors = torch.randn(1, 1, 40, dtype=torch.float64, generator=draw), torch.zeros(3, 4, 40).double()
+    vectors += common + torch.randn(3, 4, 40, dtype=torch.float64, generator=draw) / condition
+    matrices = [_Matrix(slice(0, 2000), 40, 50, 4)]
+    last = torch.randn(3, 160, dtype=torch.float64, generator=draw)
+    found = _orthonormal(matrices, LEFT, vectors.flatten(1), last).view(3, 4, 40)
+    assert (found @ found.mT - torch.eye(4)).abs().max() < 1e-14
+    Q = torch.linalg.qr(vectors.mT).Q
+    for k in range(1, 5):
+        projections = Q[..., :k] @ Q[..., :k].mT, found[:, :k].mT @ found[:, :k]
+        assert (projections[0] - projections[1]).abs().max() < 1e-15 * condition * 10
+
+
+def test_a_zero_or_dependent_vector_is_replaced_by_the_last_one() -> None:
+    matrices, (a, b, c) = [_Matrix(slice(0, 100), 10, 10, 2)], torch.eye(10, dtype=torch.float64)[:3]
+    for first, second, expected in ((a, 3 * a, (a, c)), (0 * a, a, (b, a)), (a, a + 1e-3 * b, (a, b))):
+        found = _orthonormal(matrices, LEFT, torch.cat([first, second])[None], torch.cat([b, c])[None])
+        assert (found.view(2, 10) - torch.stack(expected)).abs().max() < 1e-13
 
 
 def test_a_matrix_whose_factors_are_larger_is_sent_uncompressed() -> None:

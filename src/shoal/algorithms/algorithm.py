@@ -72,6 +72,10 @@ class Gradient:
         self._used = True
         return self.again(x)
 
+    def descent(self, x: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+        """``x - lr g(x)``, a new tensor. Raises as a call does."""
+        return x - lr * self(x)
+
     def again(self, x: torch.Tensor) -> torch.Tensor:
         """The gradient at ``x`` on the sample of the last call. Raises as a call does."""
         return _as(x, self._function(x))

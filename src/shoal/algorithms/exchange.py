@@ -180,8 +180,11 @@ class Exchange(Mix):
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return messages.sum(0)
 
-    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
-        return columns.transpose(0, 1).flatten(1).unsqueeze(0)
+    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.flatten(0, 1).unsqueeze(0)
+
+    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
+        return rows.reshape(len(self._neighbours), r, rows.shape[-1])
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         ranks = self._neighbours

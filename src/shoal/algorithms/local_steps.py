@@ -192,8 +192,11 @@ class Through(Mix):
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return self._mix.gather(messages)
 
-    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
-        return self._mix.side_by_side(columns)
+    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._mix.by_agent(rows)
+
+    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
+        return self._mix.by_link(rows, r)
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         return self._mix.edges(messages, nbytes=nbytes)

@@ -191,158 +191,148 @@ class PowerGossip(Algorithm):
         return self if self.rows else super().shaped(shapes)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        """Weights ``[links, 1]``, and vectors of the left and of the right side, the same at both ends of a link:
-        ``[links, rank * rows]`` and ``[links, rank * columns]`` of each matrix in turn.
+        """Weights ``[links, 1]``, and orthonormal vectors of the left and of the right side, the same at both ends of a
+        link: ``[links, rank * rows]`` and ``[links, rank * columns]`` of each matrix in turn.
         """
-        matrices = self._matrices(x)
-        left, right = (sum(matrix.rank * matrix.length(side) for matrix in matrices) for side in (0, 1))
+        matrices, _ = self._parts(x)
+        sizes = [sum(matrix.rank * matrix.length(side) for matrix in matrices) for side in (LEFT, RIGHT)]
         degree = mix.spread(mix.gather(mix.spread(mix.ones(x))))
-        drawn = mix.spread(mix.uniform(mix.ones(x).expand(*x.shape[:-1], left + right)) - 0.5)
-        vectors = drawn + mix.edges(drawn) if left else drawn
-        return 1 / (1 + torch.maximum(degree, mix.edges(degree))), vectors[:, :left], vectors[:, left:]
+        drawn = mix.spread(mix.uniform(mix.ones(x).expand(*x.shape[:-1], sum(sizes))) - 0.5)
+        sides = torch.split(drawn + mix.edges(drawn) if matrices else drawn, sizes, dim=-1)
+        left, right = (_orthonormal(matrices, side, vectors) for side, vectors in enumerate(sides))
+        return 1 / (1 + torch.maximum(degree, mix.edges(degree))), left, right
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         weights, *vectors = state
-        x = torch.sub(x, grad(x), alpha=self.lr)  # a new tensor, so the exchanges may change it in place
-        toward_lower = mix.sign(x) * weights
-        matrices = self._matrices(x)
+        x = grad.descent(x, self.lr)  # a new tensor, so the exchanges may change it in place
+        matrices, whole = self._parts(x)
         halves = round(2 * self.iterations)
         for half in range(mix.round * halves, (mix.round + 1) * halves):
-            sent = [matrix for matrix in matrices if matrix.rank or half == mix.round * halves]
-            if sent:
-                side = half % 2
-                found, vectors[side] = _see(mix.spread(x), sent, vectors[1 - side], vectors[side], side, mix)
-                for matrix, (u, V) in zip(sent, found, strict=True):
-                    matrix.add(x, toward_lower * u, V, side, mix)
+            if not matrices and not whole:
+                break
+            side = half % 2
+            V = [mix.by_agent(rows) for rows in _split(vectors[1 - side], matrices, 1 - side)]
+            products = [matrix.product(x, rows, side, mix) for matrix, rows in zip(matrices, V, strict=True)]
+            own = torch.cat([*products, *(mix.spread(x[..., part]) for part in whole)], -1)
+            U = mix.edges(own) - own  # of the neighbour's matrix less the agent's own
+            factored = vectors[side].shape[-1]
+            vectors[side] = _orthonormal(matrices, side, (mix.sign(x) * U)[:, :factored], vectors[side])
+            U = weights * U
+            for matrix, u, v in zip(matrices, _split(U[:, :factored], matrices, side), V, strict=True):
+                matrix.add(x, mix.by_agent(u), v, side)
+            gathered = torch.split(mix.gather(U[:, factored:]), [part.stop - part.start for part in whole], dim=-1)
+            for part, u in zip(whole, gathered, strict=True):
+                x[..., part] += u
+            whole = []
         return x, (weights, *vectors)
 
-    def _matrices(self, x: torch.Tensor) -> list[_Matrix]:
+    def _parts(self, x: torch.Tensor) -> tuple[list[_Matrix], list[slice]]:
+        """The matrices that are sent as products, all with equally many vectors, and the parts of x that are sent whole
+        because that is shorter."""
         d = x.shape[-1]
         if self.shapes is None:
             rows = self.rows or math.ceil(math.sqrt(d))
-            return [_Matrix(0, d, rows, -(-d // rows), min(self.rank, rows, -(-d // rows)))]
-        found, start = [], 0
+            return [_Matrix(slice(0, d), rows, -(-d // rows), min(self.rank, rows, -(-d // rows)))], []
+        matrices, whole, stop = [], [], 0
         for rows, columns in matrix_sizes(self.shapes, d):
-            rank = min(self.rank, rows, columns)
-            shorter = rank * (rows + columns) < rows * columns
-            found.append(_Matrix(start, start + rows * columns, rows, columns, rank if shorter else 0))
-            start = found[-1].stop
-        return found
+            part = slice(stop, stop := stop + rows * columns)
+            if self.rank * (rows + columns) < rows * columns:  # so rank < rows and rank < columns
+                matrices.append(_Matrix(part, rows, columns, self.rank))
+            else:
+                whole.append(part)
+        return matrices, whole
+
+
+LEFT, RIGHT = 0, 1
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Where a matrix lies in x, and the number of vectors for it: 0 if it is sent whole."""
+    """Where a matrix lies in x, and the number of vectors for it."""
 
-    start: int
-    stop: int
+    part: slice
     rows: int
     columns: int
     rank: int
 
     def length(self, side: int) -> int:
-        """The numbers of one of its vectors: of the left side (0), or of the right one (1)."""
+        """The numbers of one of its vectors of a side."""
         return self.columns if side else self.rows
 
-    def vectors(self, x: torch.Tensor, side: int) -> torch.Tensor:
-        """``[links, rank * length]`` to ``[links, length, rank]``."""
-        return x.view(len(x), self.length(side), self.rank)
+    def product(self, x: torch.Tensor, V: torch.Tensor, side: int, mix: Mix) -> torch.Tensor:
+        """``X V``, or ``X^T V`` for the right side, for all links: ``V`` ``[n, vectors, length]`` to ``[links, rank *
+        length]``."""
+        # As V^T X^T: the thin matrix first, with its vectors in rows. MKL takes up to five times as long otherwise.
+        X = self._full(x[..., self.part])
+        return mix.by_link(V @ (X if side else X.mT), self.rank).flatten(1)
 
-    def product(self, x: torch.Tensor, V: torch.Tensor, side: int) -> torch.Tensor:
-        """``X V``, or ``X^T V`` for the right side, of the matrix in ``x`` ``[links, d]``: ``[links, rank * length]``.
-        The matrix itself if it is sent whole."""
-        numbers = x[:, self.start : self.stop]
-        if not self.rank:
-            return numbers
-        # Vector by vector: MKL takes 4 to 16 times as long for the product of a large matrix and a thin one.
-        out = numbers.new_empty((len(numbers), self.length(side), self.rank))
-        for row, vectors, result in zip(numbers, V, out, strict=True):
-            full = self._full(row)[0]
-            for k in range(self.rank):
-                result[:, k] = torch.mv(full.mT if side else full, vectors[:, k])
-        return out.flatten(1)
-
-    def add(self, x: torch.Tensor, u: torch.Tensor, V: torch.Tensor, side: int, mix: Mix) -> None:
-        """Add the sum over an agent's links of ``U V^T``, or of its transpose for the right side, to x in place."""
-        numbers = x[..., self.start : self.stop]
-        if not self.rank:
-            numbers += mix.gather(u)
-            return
-        U = self.vectors(u, side)
-        left, right = (mix.side_by_side(factor) for factor in ((V, U) if side else (U, V)))
+    def add(self, x: torch.Tensor, U: torch.Tensor, V: torch.Tensor, side: int) -> None:
+        """Add the sum over an agent's links of ``U V^T``, or of its transpose for the right side, to x in place: one
+        pass over the matrix for all links."""
+        numbers = x[..., self.part]
+        left, right = (V, U) if side else (U, V)
         if numbers.shape[-1] == self.rows * self.columns:
-            self._full(numbers).baddbmm_(left, right.mT)  # one pass over the matrix for all links
+            self._full(numbers).baddbmm_(left.mT, right)
         else:
-            numbers += (left @ right.mT).flatten(1)[:, : numbers.shape[-1]].view_as(numbers)
+            numbers += (left.mT @ right).flatten(1)[:, : numbers.shape[-1]].view_as(numbers)
 
     def _full(self, numbers: torch.Tensor) -> torch.Tensor:
-        """``[agents, rows, columns]`` of ``[..., stop - start]``: a view, unless the last row is filled with zeros."""
+        """``[n, rows, columns]`` of the matrix's numbers: a view, unless the last row is filled with zeros."""
         missing = self.rows * self.columns - numbers.shape[-1]
         return (pad(numbers, (0, missing)) if missing else numbers).view(-1, self.rows, self.columns)
 
 
-def _see(
-    x: torch.Tensor, matrices: list[_Matrix], v: torch.Tensor, last: torch.Tensor, side: int, mix: Mix
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
-    """The part ``U V^T`` of D that v sees, as u and V for each matrix, and the next vectors of the other side.
-
-    Args:
-        x: ``[links, d]``.
-        matrices: Those that are exchanged.
-        v: The vectors of the one side.
-        last: Those of the other side so far.
-        side: The other side: 0 for the left one.
-        mix: For the messages.
-    """
-    given = torch.split(v, [matrix.rank * matrix.length(1 - side) for matrix in matrices], dim=-1)
-    bases = [_orthonormal(matrix.vectors(part, 1 - side)) for matrix, part in zip(matrices, given, strict=True)]
-    products = [matrix.product(x, basis, side) for matrix, basis in zip(matrices, bases, strict=True)]
-    own = torch.cat(products, -1)
-    found = torch.split(mix.sign(own) * (mix.edges(own) - own), [product.shape[-1] for product in products], dim=-1)
-    before = torch.split(last, [matrix.rank * matrix.length(side) for matrix in matrices], dim=-1)
-    after = [
-        _kept(matrix.vectors(u, side), matrix.vectors(old, side)).flatten(1)
-        for matrix, u, old in zip(matrices, found, before, strict=True)
-        if matrix.rank
+def _split(vectors: torch.Tensor, matrices: list[_Matrix], side: int) -> list[torch.Tensor]:
+    """The vectors of each matrix, in rows: ``[links, numbers]`` to a list of ``[links, rank, length]``."""
+    parts = torch.split(vectors, [matrix.rank * matrix.length(side) for matrix in matrices], dim=-1)
+    return [
+        part.view(len(part), matrix.rank, matrix.length(side)) for part, matrix in zip(parts, matrices, strict=True)
     ]
-    return list(zip(found, bases, strict=True)), torch.cat(after, -1) if after else last
 
 
-def _residual(vector: torch.Tensor, basis: list[torch.Tensor]) -> torch.Tensor:
-    for direction in basis:
-        vector = vector - (direction * vector).sum(-1, keepdim=True) * direction
-    return vector
+def _orthonormal(
+    matrices: list[_Matrix], side: int, new: torch.Tensor, last: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Orthonormal vectors of the span of each matrix's new ones, by Gram and Schmidt, ``[links, numbers]``.
 
-
-def _unit(vector: torch.Tensor) -> torch.Tensor:
-    length: torch.Tensor = vector.norm(dim=-1, keepdim=True)
-    return vector / length.clamp(min=torch.finfo(vector.dtype).tiny)
-
-
-def _orthonormal(vectors: torch.Tensor) -> torch.Tensor:
-    """``[links, length, rank]`` by Gram and Schmidt: in double precision, because both ends of a link must agree."""
-    found: list[torch.Tensor] = []
-    for vector in vectors.double().unbind(-1):
-        found.append(_unit(_residual(vector, found)))
-    return torch.stack(found, -1).to(vectors.dtype) if found else vectors
+    In the place of a new vector that is zero, or depends on those before it, the last one counts: differences of a low
+    rank give such vectors, and the rank may grow again. In double precision, because both ends of a link must agree.
+    """
+    if not matrices:
+        return new
+    sources = [_split(vectors.double(), matrices, side) for vectors in (new, last) if vectors is not None]
+    bases = [torch.cat(rows, 1) for rows in zip(*sources, strict=True)]
+    for _ in range(2):  # what the rounding of the inner products leaves, the second time removes
+        grams = torch.stack([rows @ rows.mT for rows in bases])
+        factors = _gram_schmidt(grams, matrices[0].rank)
+        bases = [factor @ rows for factor, rows in zip(factors, bases, strict=True)]
+    return torch.cat([rows.flatten(1) for rows in bases], -1).to(new.dtype)
 
 
 _DEPENDENT = 1e-6
 """A vector of which the others leave a smaller share depends on them, but for rounding."""
 
 
-def _kept(new: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """The new vectors; the last one in the place of each that is zero or depends on those before it. Differences of a
-    low rank give such vectors, and the rank may grow again.
+def _gram_schmidt(grams: torch.Tensor, rank: int) -> torch.Tensor:
+    """The coefficients of orthonormal vectors, ``[..., rank, vectors]``, by the inner products of vectors alone.
+
+    Args:
+        grams: The inner products, ``[..., vectors, vectors]``.
+        rank: How many of the vectors are wanted. For each that depends on those before it, the vector ``rank`` places
+            later is taken, if there is one, and zero if that depends on them, too.
     """
-    found: list[torch.Tensor] = []
-    basis: list[torch.Tensor] = []
-    for vector, old in zip(new.double().unbind(-1), last.double().unbind(-1), strict=True):
-        residual = _residual(vector, basis)
-        independent = residual.norm(dim=-1, keepdim=True) > _DEPENDENT * vector.norm(dim=-1, keepdim=True)
-        found.append(torch.where(independent, vector, old))
-        basis.append(_unit(_residual(found[-1], basis)))
-    return torch.stack(found, -1).to(new.dtype)
+    vectors = grams.shape[-1]
+    found = grams.new_zeros((*grams.shape[:-2], rank, vectors))
+    units = torch.eye(vectors, dtype=grams.dtype, device=grams.device)
+    for k in range(rank):
+        before = found[..., :k, :]
+        for candidate in reversed(range(k, vectors, rank)):
+            products = before @ grams[..., candidate, None]
+            square = grams[..., candidate, candidate] - products.square().sum((-2, -1))
+            residual = (units[candidate] - (products.mT @ before).squeeze(-2)) * square.rsqrt()[..., None]
+            independent = square > _DEPENDENT**2 * grams[..., candidate, candidate]
+            found[..., k, :] = torch.where(independent[..., None], residual, found[..., k, :])
+    return found
 
 
 register(

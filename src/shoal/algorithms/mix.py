@@ -151,10 +151,14 @@ class Mix(ABC):
         """The sum of an agent's rows: ``[links, d]`` to ``[n, d]``, ``[deg, d]`` to ``[d]``."""
 
     @abstractmethod
-    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
-        """An agent's matrices next to each other: ``[links, m, r]`` to ``[n, m, k r]``, where k is the highest number
-        of neighbours and the others have zeros, ``[deg, m, r]`` to ``[1, m, deg r]``.
+    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of an agent's links below each other: ``[links, r, m]`` to ``[n, k r, m]``, where k is the highest
+        number of neighbours and agents with fewer have zeros, ``[deg, r, m]`` to ``[1, deg r, m]``.
         """
+
+    @abstractmethod
+    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
+        """The inverse of :meth:`by_agent`."""
 
     @abstractmethod
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:

@@ -94,7 +94,7 @@ def _number(rate: Any) -> float:
 
 
 MovedBy = Callable[["BucketStep", torch.Tensor], torch.Tensor]
-"""How far the wrapped optimizer moves a part from a point."""
+"""Where the wrapped optimizer moves a part from a point: the bucket's own numbers."""
 
 
 class BucketStep:
@@ -144,7 +144,7 @@ class BucketStep:
         if not (isinstance(multiples, float) and multiples == 1.0):
             scaled = algorithm.scaled(multiples)
             algorithm, multiples = (algorithm, 1.0) if scaled is None else (scaled, multiples)
-        grad = Gradient(lambda at: self._per_rate(moved(self, at), multiples))
+        grad = _Update(self, moved, multiples)
         mix, x, state = self.mix, self.x, self._state
         # Before anything is computed: an algorithm's memory covers the agents of the round before, and has to begin
         # again when one of them is lost.
@@ -162,7 +162,7 @@ class BucketStep:
         """Set the parameters to the algorithm's estimate."""
         self.bucket.put(self.estimate)
 
-    def _per_rate(self, moved: torch.Tensor, multiples: float | torch.Tensor) -> torch.Tensor:
+    def per_rate(self, moved: torch.Tensor, multiples: float | torch.Tensor) -> torch.Tensor:
         """How far the wrapped optimizer would have moved with its first learning rate."""
         if isinstance(multiples, float) and multiples:
             return moved if multiples == 1.0 else moved / multiples
@@ -183,6 +183,26 @@ class BucketStep:
         self.x = state["x"].clone()
         self._rates.load_state(state["rates"])
         self._state = tuple(tensor.clone() for tensor in state["state"]) if state["state"] else None
+
+
+class _Update(Gradient):
+    """The wrapped optimizer's update as a gradient.
+
+    Args:
+        part: What is stepped.
+        moved: Takes the wrapped optimizer's step.
+        multiples: The learning rates, as :class:`LearningRates` gives them.
+    """
+
+    def __init__(self, part: BucketStep, moved: MovedBy, multiples: float | torch.Tensor) -> None:
+        super().__init__(lambda x: part.per_rate(x - moved(part, x), multiples))
+        self._part, self._moved, self._multiples = part, moved, multiples
+
+    def descent(self, x: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+        rates = lr, self._multiples
+        if any(isinstance(rate, torch.Tensor) for rate in rates) or lr == 0 or lr != self._multiples:
+            return super().descent(x, lr)
+        return self._moved(self._part, x).clone()  # x - c (x - the wrapped optimizer's result) / c
 
 
 class Equation(StepStrategy):
@@ -331,7 +351,7 @@ class Equation(StepStrategy):
         return Exchange(topology, name=self._name, algorithm=self._algorithm)
 
     def _moved_there(self, part: BucketStep, at: torch.Tensor) -> torch.Tensor:
-        """How far the wrapped optimizer moves from a point."""
+        """Where the wrapped optimizer moves from a point."""
         part.bucket.put(at)
         self._local.evaluate()
         self._local()
@@ -420,6 +440,6 @@ class EquationDuringBackward(DuringBackward, Equation):
 
 
 def _moved(part: BucketStep, at: torch.Tensor) -> torch.Tensor:
-    """The change of the model by the wrapped optimizer."""
+    """Where the wrapped optimizer has moved the model."""
     part.bucket.adopt()
-    return at - part.bucket.flat
+    return part.bucket.flat

@@ -286,13 +286,16 @@ class StackedMix(Mix):
         out = messages.new_zeros((self.size, *messages.shape[1:]))
         return out.index_add_(0, self._here(messages.device), messages)
 
-    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
-        place = self._ranks("place", columns.device, self._places)
-        _, rows, rank = columns.shape
+    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
+        place = self._ranks("place", rows.device, self._places)
         most = int(place.max()) + 1 if len(place) else 0
-        out = columns.new_zeros((self.size, rows, most, rank))
-        out[self._here(columns.device), :, place] = columns
-        return out.flatten(2)
+        out = rows.new_zeros((self.size, most, *rows.shape[1:]))
+        out[self._here(rows.device), place] = rows
+        return out.flatten(1, 2)
+
+    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
+        place = self._ranks("place", rows.device, self._places)
+        return rows.view(self.size, rows.shape[1] // r, r, rows.shape[-1])[self._here(rows.device), place]
 
     def _places(self) -> Ranks:
         """The place of each link among those of its agent, ``[links]``."""

@@ -252,8 +252,11 @@ class UnreliableMix(Mix):
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         self._refuse("gather")
 
-    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
-        self._refuse("side_by_side")
+    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
+        self._refuse("by_agent")
+
+    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
+        self._refuse("by_link")
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         self._refuse("edges")

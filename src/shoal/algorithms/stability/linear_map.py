@@ -263,8 +263,11 @@ class _Linear(Mix):
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         return self.spread(messages)
 
-    def side_by_side(self, columns: torch.Tensor) -> torch.Tensor:
+    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
         raise TypeError("an algorithm of matrices has no growth of this kind")
+
+    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
+        return self.by_agent(rows)
 
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         return self.spread(messages)
