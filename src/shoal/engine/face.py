@@ -73,6 +73,14 @@ class EngineFace:
         """The members as this agent knows them, ascending."""
         return self.membership.view.alive
 
+    def has_left(self, rank: int) -> bool:
+        """Whether an agent has shut down."""
+        return rank in self.membership.view.left
+
+    def reason_of_loss(self, rank: int) -> str:
+        """How an agent was lost; empty if it was not."""
+        return self.membership.view.died.get(rank, "")
+
     @property
     def agreed_members(self) -> tuple[int, ...]:
         """The members on which all have agreed, ascending; without agreements those that this agent knows."""
@@ -160,6 +168,16 @@ class EngineFace:
     def incarnation(self) -> int:
         """The number of restarts of this agent."""
         return self.router.place.incarnation
+
+    @property
+    def host(self) -> str:
+        """The name of this agent's machine."""
+        return self.router.place.host
+
+    @property
+    def inbox_address(self) -> str:
+        """The address of this agent's inbox, for agents of the same process."""
+        return self.router.inbox.address
 
     def holds_topology(self) -> list[str]:
         """The names of the objects that depend on the current topology."""

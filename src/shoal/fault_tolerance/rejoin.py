@@ -132,6 +132,10 @@ class Rejoin(Service):
         """
         operation.on_end = self._admit
 
+    def begun(self) -> dict[str, int]:
+        """The number of rounds that this agent has begun, by name."""
+        return self._matcher.all_begun()
+
     def _admit(self, found: tuple[Mapping[int, JoiningPeer], dict[str, int]]) -> None:
         joining_peers, begun = found
         if not joining_peers:

@@ -79,7 +79,7 @@ def _admit(agent: Agent, timeout: float | None) -> tuple[int, ...]:
     def steps(operation: Operation) -> Steps[Found]:
         entry.admit_after(operation)
         asking = {rank: peer.as_data() for rank, peer in entry.asking().items()}
-        content = json.dumps({"asking": asking, "begun": agent.engine.matcher.all_begun()}).encode()
+        content = json.dumps({"asking": asking, "begun": entry.begun()}).encode()
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         parts = yield from parts_of_all(agent, operation, data, by_links=True)
         yield from complete([message.payload for _, message in parts if message.payload is not None])

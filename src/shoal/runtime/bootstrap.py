@@ -380,7 +380,7 @@ def _check_reachable(engine: Engine, launch: Launch, met: PeerDirectory) -> None
     far = [rank for rank in known if engine.transport_to(rank) == "network" and not met.endpoints[rank].port]
     if far:
         raise ValueError(
-            f"shoal.init(): rank {launch.rank} on {engine.place.host} cannot reach ranks {far} on "
+            f"shoal.init(): rank {launch.rank} on {engine.host} cannot reach ranks {far} on "
             f"{met.places[far[0]].host}, which listen for agents of their own machine and user only, since they met at "
             f"{join_address(launch.host, launch.port)}. Start the run at a --rendezvous that other machines reach, or "
             "with SHOAL_INTERFACE"

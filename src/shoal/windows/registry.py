@@ -159,7 +159,7 @@ class Windows(Service):
             # The round of the name is equal on all neighbours. So a request for a freed window of this name does not
             # reach its successor.
             window.number = operation.round
-            _local_memories[(self.engine.router.inbox.address, name, window.number)] = memory
+            _local_memories[(self.engine.inbox_address, name, window.number)] = memory
             # Registered and shared before the header leaves. A neighbour that has all its headers writes at once, and
             # would be refused as by an owner that has freed the window.
             with self.engine.lock:
@@ -361,7 +361,7 @@ class Windows(Service):
         for window in self._windows.values():
             window.lose(rank)
         cause = self.cause if because is None else because
-        if rank in self.engine.view.left and cause is not None:
+        if self.engine.has_left(rank) and cause is not None:
             # An agent that left on purpose is no cause by itself: errors name the rank whose loss made it leave.
             self._because[rank] = cause
 

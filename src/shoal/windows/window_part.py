@@ -419,7 +419,7 @@ class WindowPart:
 
     def _lost(self, op: str, problem: str, cause: int | None) -> PeerLost:
         engine = self._engine
-        reason = "" if cause is None else engine.view.died.get(cause, "")
+        reason = "" if cause is None else engine.reason_of_loss(cause)
         if reason and reason not in problem:
             problem += f" ({reason})"
         ranks = () if cause is None else (cause,)
