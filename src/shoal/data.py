@@ -5,6 +5,7 @@ Agents that average with each other take equally many steps, or one would wait f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
@@ -238,14 +239,14 @@ def dirichlet_shards(
         The sorted indices of each agent's samples, int64 ``[m_i]``. Every sample is in one shard; none is empty.
 
     Raises:
-        ValueError: There are fewer samples than agents, or ``alpha`` is not above 0.
+        ValueError: There are fewer samples than agents, or no agent; or ``alpha`` is not above 0 and finite.
     """
     agents = current("dirichlet_shards").size if agents is None else agents
     given = np.asarray(labels)
-    if len(given) < agents or not alpha > 0:
-        raise ValueError(
-            f"dirichlet_shards: {len(given)} samples for {agents} agents, alpha={alpha}, which must be > 0"
-        )
+    if not 1 <= agents <= len(given):
+        raise ValueError(f"dirichlet_shards: {len(given)} samples for {agents} agents; give each at least one sample")
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"dirichlet_shards: alpha={alpha} must be above 0 and finite")
     rng = np.random.default_rng(seed)
     parts: list[list[int]] = [[] for _ in range(agents)]
     for label in np.unique(given):

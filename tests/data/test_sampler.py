@@ -285,7 +285,17 @@ def test_the_same_seed_gives_the_same_shards_on_every_agent() -> None:
     assert not torch.equal(first[0], shoal.data.dirichlet_shards(labels, 2, seed=2)[0])
 
 
-@pytest.mark.parametrize(("labels", "alpha"), [([0], 0.5), ([0, 1, 2], 0.0), ([0, 1, 2], -1.0)])
-def test_impossible_shards_are_refused(labels: list[int], alpha: float) -> None:
-    with pytest.raises(ValueError, match="dirichlet_shards"):
-        shoal.data.dirichlet_shards(labels, 2, alpha=alpha)
+@pytest.mark.parametrize(
+    ("labels", "agents", "alpha", "message"),
+    [
+        ([0], 2, 0.5, "1 samples for 2 agents"),
+        ([0, 1, 2], 0, 0.5, "3 samples for 0 agents"),
+        ([0, 1, 2], 2, 0.0, "alpha=0.0 must be above 0"),
+        ([0, 1, 2], 2, -1.0, "alpha=-1.0 must be above 0"),
+        ([0, 1, 2], 2, float("inf"), "alpha=inf must be above 0 and finite"),
+        ([0, 1, 2], 2, float("nan"), "alpha=nan must be above 0 and finite"),
+    ],
+)
+def test_impossible_shards_are_refused(labels: list[int], agents: int, alpha: float, message: str) -> None:
+    with pytest.raises(ValueError, match=f"dirichlet_shards: {message}"):
+        shoal.data.dirichlet_shards(labels, agents, alpha=alpha)

@@ -237,6 +237,34 @@ def test_an_out_that_cannot_hold_the_result_is_refused(fleet: Fleets) -> None:
     refuses(fleet, 2, cases)
 
 
+def test_a_rule_that_is_none_and_a_long_name_are_refused(fleet: Fleets) -> None:
+    x = torch.ones(2)
+    rule: Any = "median"
+    refuses(
+        fleet,
+        2,
+        [
+            (lambda: shoal.neighbor_allreduce(x, robust=rule), TypeError, "robust='median' is no rule; .*FiniteOnly"),
+            (lambda: shoal.allreduce(x, name="n" * 5000), ValueError, r"^.{0,300}$"),
+        ],
+    )
+
+
+def test_collections_of_parameters_and_optimizers_are_checked(fleet: Fleets) -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    refuses(
+        fleet,
+        2,
+        [
+            (lambda: shoal.broadcast_parameters(model), TypeError, r"takes model.state_dict\(\).*, not a Linear"),
+            (lambda: shoal.allreduce_parameters(model), TypeError, r"takes model.state_dict\(\).*, not a Linear"),
+            (lambda: shoal.broadcast_parameters(torch.nn.Sequential(model)), TypeError, "not a Sequential"),  # type: ignore[arg-type]
+            (lambda: shoal.broadcast_parameters(None), TypeError, "not a NoneType"),  # type: ignore[arg-type]
+            (lambda: shoal.broadcast_optimizer_state(model), TypeError, "takes an optimizer, not a Linear"),
+        ],
+    )
+
+
 def test_an_out_whose_elements_share_memory_is_refused(fleet: Fleets) -> None:
     """torch itself refuses to write to an expanded tensor. Nothing may be written before that error."""
     out = torch.zeros(1).expand(3)

@@ -443,6 +443,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_on_all(tmp_path: Path) -> N
         (lambda folder: shoal.Checkpoint(lr=0.1), TypeError, r'lr is a float.* state=\{"lr": \.\.\.\}'),
         (lambda folder: shoal.Checkpoint(state={"at": folder}), TypeError, r"state\['at'\] is a pathlib.*plain data"),
         (lambda folder: shoal.Checkpoint(model=MODEL).save(folder, -1), ValueError, "step=-1"),
+        (lambda folder: shoal.Checkpoint(model=MODEL).save(folder, 1.5), TypeError, "step must be an int, got 1.5"),  # type: ignore[arg-type]
         (lambda folder: shoal.Checkpoint(model=MODEL).save(folder, 1, keep=0), ValueError, "keep=0"),
         (lambda folder: shoal.Checkpoint(model=MODEL).load(folder, start="mean"), ValueError, "'own' or 'consensus'"),
     ],

@@ -99,6 +99,24 @@ def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) 
     shoal.Fleet(1).run(run)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0, 2.0], "takes a dict of numbers, .* not a list"),
+        ({"loss": "low"}, "'loss' is 'low'; give a number"),
+        ({"loss": None}, "'loss' is None"),
+        ({"loss": 1j}, "'loss' is 1j"),
+        ({"loss": torch.ones(2)}, r"'loss' is a tensor of shape \[2\]"),
+    ],
+)
+def test_a_value_that_is_no_number_is_named(values: Any, message: str) -> None:
+    def run() -> None:
+        with pytest.raises(TypeError, match=f"metrics.*{message}"):
+            shoal.metrics(values)
+
+    shoal.Fleet(2).run(run)
+
+
 def test_an_empty_call_raises() -> None:
     assert shoal.Fleet(2).run(lambda: dict(shoal.metrics({}))) == [{}, {}]
 

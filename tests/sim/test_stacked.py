@@ -335,3 +335,13 @@ class _Counting(TorchFunctionMode):
         if getattr(func, "__name__", "") in ("mm", "matmul", "__matmul__", "__rmatmul__"):
             self._seen.append(torch.get_num_threads())
         return func(*args, **(kwargs or {}))
+
+
+def test_a_run_refuses_a_class_of_algorithms_and_a_part_of_a_step() -> None:
+    fleet, x = StackedFleet(ring(4)), torch.ones(4, 2)
+    kind: Any = GradientDescent
+    with pytest.raises(TypeError, match=r"an algorithm of shoal\.algorithms is wanted, .* not <class"):
+        fleet.run(kind, x, torch.zeros_like, 2)
+    part: Any = 1.5
+    with pytest.raises(TypeError, match=r"steps must be an int, got 1\.5"):
+        fleet.run(GradientDescent(lr=0.1), x, torch.zeros_like, part)

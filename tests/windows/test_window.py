@@ -543,3 +543,48 @@ def test_every_nonblocking_form_has_the_arguments_of_its_blocking_form() -> None
         for name in twins:
             waits = inspect.signature(getattr(where, name.removesuffix("_nonblocking")))
             assert inspect.signature(getattr(where, name)).parameters == waits.parameters
+
+
+def test_a_tensor_that_cannot_be_written_is_refused_and_loses_nothing(fleet: Fleets) -> None:
+    """Otherwise the slots are emptied, or p is multiplied, before torch refuses to write: mass is lost."""
+
+    def run() -> tuple[float, float, float]:
+        ring_of_two()
+        shoal.windows.turn_on_associated_p()
+        with pytest.raises(ValueError, match=r"elements of the tensor share memory .* pass its clone\(\)"):
+            shoal.windows.create(torch.ones(1).expand(3), "expanded")
+        x = torch.ones(3)
+        window = shoal.windows.create(x, "x", zero_init=True)
+        with pytest.raises(ValueError, match="elements of the tensor share memory"):
+            window.accumulate(
+                torch.ones(1).expand(3), self_weight=0.5, dst_weights=dict.fromkeys(window.destinations, 0.5)
+            )
+        window.accumulate(self_weight=0.5, dst_weights=dict.fromkeys(window.destinations, 0.5))
+        shoal.barrier()
+        x.resize_(5)
+        with pytest.raises(ValueError, match=r"'x' holds a tensor of shape \[3\].*, not one of shape \[5\]"):
+            window.collect()
+        x.resize_(3)
+        window.collect()
+        result = x.sum().item(), window.p, float(len(shoal.windows.names()))
+        shoal.barrier()
+        window.free()
+        return result
+
+    assert fleet(2).run(run) == [(3.0, 1.0, 1.0)] * 2
+
+
+def test_a_tensor_of_inference_mode_can_be_a_window(fleet: Fleets) -> None:
+    def run() -> float:
+        ring_of_two()
+        with torch.inference_mode():
+            x = torch.full((3,), float(shoal.rank()))
+        window = shoal.windows.create(x, "x")
+        window.put(self_weight=1.0)
+        shoal.barrier()
+        window.update()
+        shoal.barrier()
+        window.free()
+        return x.mean().item()
+
+    assert fleet(2).run(run) == [0.5, 0.5]

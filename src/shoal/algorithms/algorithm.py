@@ -204,6 +204,12 @@ _warned: dict[type[Algorithm], object] = {}
 """The classes whose missing declaration has caused a warning in this process."""
 
 
+def check_is_algorithm(algorithm: object) -> None:
+    """TypeError if this is no algorithm, such as a class in place of its instance."""
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"an algorithm of shoal.algorithms is wanted, as GradientDescent(lr=0.1), not {algorithm!r}")
+
+
 def warn_of_undeclared_needs(algorithm: Algorithm) -> None:
     """Warn, once for each class, of an algorithm without declared needs: no topology is refused for it."""
     kind, wrapped = type(algorithm), getattr(algorithm, "algorithm", None)

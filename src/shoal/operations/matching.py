@@ -163,8 +163,8 @@ class Matcher:
             channel = self._channels[name] = Channel(name)
         elif alone and any(other.op == op for other in channel.active.values()):
             raise ValueError(
-                f"{describe(op, name, round_)}: a {op} named {name!r} is still in flight on this agent; wait for its "
-                "handle first, or use another name"
+                f"{describe(op, name, round_)}: another {op} named {name!r} is still in flight on this agent; wait for "
+                "its handle first, or use another name"
             )
         operation = Operation(op, name, round_, timeout)
         operation.channel = channel

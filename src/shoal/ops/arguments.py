@@ -145,14 +145,19 @@ def check_out(op: str, out: torch.Tensor | None, shape: Iterable[int], dtype: to
         )
     if out.requires_grad:
         raise ValueError(f"{op}: out requires grad; pass out.detach() or out.data, since the result has no gradient")
-    if out.is_contiguous():
+    check_own_elements(op, out, "out", "out.clone() or a tensor of torch.empty()")
+
+
+def check_own_elements(op: str, tensor: torch.Tensor, name: str, instead: str) -> None:
+    """ValueError if elements of a tensor that will be written to share memory, as those of an expanded tensor do."""
+    if tensor.is_contiguous():
         return
-    extent = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(out.stride(), shape, strict=True) if size > 1):
-        if stride <= extent and out.numel():
+    extent, shape, strides = 0, list(tensor.shape), list(tensor.stride())
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride <= extent and tensor.numel():
             raise ValueError(
-                f"{op}: elements of out share memory (shape {list(shape)}, strides {list(out.stride())}), as in an "
-                "expanded tensor; pass out.clone() or a tensor of torch.empty()"
+                f"{op}: elements of {name} share memory (shape {shape}, strides {strides}), as in an expanded tensor; "
+                f"pass {instead}"
             )
         extent += stride * (size - 1)
 
@@ -182,8 +187,9 @@ def channel_name(op: str, name: str | None) -> str:
     if isinstance(name, Internal):
         return f"{INTERNAL}{name}"
     if not isinstance(name, str) or not name or name.startswith("~") or len(name.encode()) > 1024:
+        shown = repr(name) if len(repr(name)) < 100 else f"{repr(name)[:100]}..."
         raise ValueError(
-            f"{op}: name={name!r}; a name is a non-empty string of at most 1024 bytes not starting with '~'"
+            f"{op}: name={shown}; a name is a non-empty string of at most 1024 bytes not starting with '~'"
         )
     return name
 

@@ -235,6 +235,8 @@ def submit(
     if plan.in_stages:  # alone, it would not find out that this agent has not entered
         engine.check_joined(op)
     if robust is not None:
+        if not isinstance(robust, Robust):
+            raise TypeError(f"{op}: robust={robust!r} is no rule; take one of shoal.robust, such as FiniteOnly()")
         whole = plan.form == "static" or replan is not None
         check_neighbours(agent, robust, plan.sources(agent), whole=whole)
     is_fused = fusible and plan.family is not None and is_small(tensor)

@@ -111,6 +111,8 @@ def _unpickled(data: torch.Tensor) -> Any:
 
 def _named(op: str, params: Parameters) -> list[tuple[str, torch.Tensor]]:
     """The tensors with a name each: given, or their position."""
+    if isinstance(params, torch.nn.Module) or not isinstance(params, Iterable):
+        raise TypeError(f"{op} takes model.state_dict() or model.parameters(), not a {type(params).__name__}")
     items: Iterable[Any] = sorted(params.items()) if isinstance(params, Mapping) else params
     named = []
     for position, item in enumerate(items):
@@ -302,6 +304,8 @@ def broadcast_optimizer_state(
         root_rank: The rank whose state is sent.
         timeout: Seconds until the deadline.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"broadcast_optimizer_state takes an optimizer, not a {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("broadcast_optimizer_state: the state of LBFGS belongs to one agent's own line search")
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import networkx as nx
 import torch
 
-from ..algorithms.algorithm import Algorithm
+from ..algorithms.algorithm import Algorithm, check_is_algorithm
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
@@ -59,8 +59,7 @@ def strategy_of(
     """The strategy of an algorithm: its own equation, or for the common ones a strategy that overlaps and copies
     less.
     """
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"an algorithm of shoal.algorithms is wanted, not {algorithm!r}")
+    check_is_algorithm(algorithm)
     if overlap not in (None, "backward"):
         raise ValueError(f'overlap={overlap!r}: give "backward", or leave it out')
     by_parts = EquationDuringBackward if algorithm.separable else None

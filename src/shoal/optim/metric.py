@@ -138,9 +138,12 @@ def metrics(
         timeout: Seconds until the deadline.
 
     Raises:
+        TypeError: ``values`` is no dict, or a value is neither a number nor a tensor of one element.
         ValueError: ``worst`` names something else, or gives neither ``max`` nor ``min``; ``weight`` is not positive.
         Mismatch: Agents give different names, or different ``worst``.
     """
+    if not isinstance(values, Mapping):
+        raise TypeError(f'metrics takes a dict of numbers, as {{"loss": loss}}, not a {type(values).__name__}')
     worst_of: dict[str, Callable[..., Any]] = dict.fromkeys(values, max) | dict(worst or {})
     wrong = [name for name, pick in worst_of.items() if name not in values or (pick is not max and pick is not min)]
     if wrong or not 0 < weight < math.inf:
@@ -150,7 +153,7 @@ def metrics(
         )
     agent = current("metrics")
     names = [f"{name} (worst: {worst_of[name].__name__})" for name in sorted(values)]
-    numbers = [_number(values[name]) for name in sorted(values)]
+    numbers = [_number(name, values[name]) for name in sorted(values)]
     reports = _exchange(_MetricReport(names, numbers, weight), timeout)
     for rank, theirs in ((rank, report.names) for rank, report in reports.items()):
         if theirs != names:
@@ -181,8 +184,12 @@ def _metric(size: int, of: dict[int, float], weights: dict[int, float], largest:
     return Metric(tuple(of.get(rank, math.nan) for rank in range(size)), mean, max(of, key=badness))
 
 
-def _number(value: float | torch.Tensor) -> float:
-    return float(value.detach() if isinstance(value, torch.Tensor) else value)  # torch warns of one with a gradient
+def _number(name: str, value: float | torch.Tensor) -> float:
+    try:
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)  # torch warns of one with a gradient
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise TypeError(f"metrics: {name!r} is {found}; give a number, or a tensor of one element") from error
 
 
 class _MetricReport(NamedTuple):

@@ -120,7 +120,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ would make new groups, state and hooks; the wrapped optimizer's are used instead.
         self._inner = _checked(optimizer)
         warn_of_process_group(current("DecentralizedOptimizer"), stacklevel=4)
-        self._models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        self._models = [model] if isinstance(model, torch.nn.Module) else list(model or ())  # Params refuses none
         numbers = sum(param.numel() for group in self._inner.param_groups for param in group["params"])
         static, topology = topology == STATIC, given(topology)
         algorithm = compressing(algorithm, compression, topology, numbers)

@@ -36,7 +36,7 @@ from .._signals import deferred
 from ..errors import NotInitialized
 from ..operations.operation import Handle
 from ..operations.timeouts import parse_timeout
-from ..ops.arguments import as_ranks, channel_name, check_tensor, detached
+from ..ops.arguments import as_ranks, channel_name, check_own_elements, check_tensor, detached
 from ..runtime.agent import current
 from ..transport.wire import DTYPES
 from .registry import Windows, windows_of
@@ -81,6 +81,7 @@ def register(op: str, tensor: torch.Tensor, name: str, zero_init: bool, timeout:
     """:func:`create`; None if this agent has a window of that name."""
     agent = current(op)
     check_tensor(op, detached(tensor), _NUMBERS)
+    check_own_elements(op, tensor, "the tensor", "its clone()")
     if tensor.requires_grad and not tensor.is_leaf:
         raise ValueError(f"{op}: the tensor is the result of a computation with gradients; pass tensor.detach()")
     if name is None:
@@ -431,16 +432,12 @@ class Window:
         part = self._open(op)
         tensor = part.tensor if tensor is None else tensor
         check_tensor(op, detached(tensor), _NUMBERS)
-        layout = part.memory.layout
         # A writer on this machine changes the owner's memory without asking it, so the check is made here, before
         # anything is sent.
-        if tensor.shape != layout.shape or tensor.dtype != layout.dtype:
-            raise ValueError(
-                f"{op}: the window {self.name!r} holds a tensor of shape {list(layout.shape)} and {layout.dtype}, not "
-                f"one of shape {list(tensor.shape)} and {tensor.dtype}"
-            )
+        part.check_layout(op, tensor)
         if self_weight is not None:
             self_weight = weight_of(op, part, self_weight, "self_weight")
+            check_own_elements(op, tensor, "the tensor", "its clone()")
             if tensor.requires_grad and not tensor.is_leaf:
                 raise ValueError(
                     f"{op}: self_weight changes the tensor in place, and it has a gradient; pass its .detach()"

@@ -22,7 +22,7 @@ from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, Shoal
 from ..kernels.weighted_sum import copy
 from ..operations.operation import Handle
 from ..operations.timeouts import acquire_with_deadline
-from ..ops.arguments import where
+from ..ops.arguments import where, writable
 from ..topology import Mixing
 from .locks import Busy, Freed
 from .owner_requests import LOCK, UNLOCK, Request, ask
@@ -154,7 +154,7 @@ class WindowPart:
             self._publish_own(deadline, how.value)
             share = self.p if self._owner.with_p else None
         order = [rank for rank in self._order if rank in weights]
-        source = tensor.detach()
+        source = writable(tensor)
         outgoing = source.cpu()
         if require_mutex:
             for rank in order:
@@ -255,7 +255,9 @@ class WindowPart:
                 held.enter_context(self.mutex([me], deadline, op))
             held.enter_context(self._my_turn(deadline, op))
             held.enter_context(self._own(deadline, op))
-            tensor = self.tensor.detach()
+            # The script may have resized it, or given it other data. The slots must not be emptied into such a tensor.
+            self.check_layout(op, self.tensor)
+            tensor = writable(self.tensor)
             flat = tensor.view(-1) if tensor.is_contiguous() and tensor.is_cpu else self.memory.own
             if flat is self.memory.own:
                 copy(flat.view(tensor.shape), tensor)
@@ -270,6 +272,15 @@ class WindowPart:
             if flat is self.memory.own:
                 copy(tensor, flat.view(tensor.shape))
             return self.tensor
+
+    def check_layout(self, op: str, tensor: torch.Tensor) -> None:
+        """ValueError if the tensor has another shape or dtype than the window."""
+        layout = self.memory.layout
+        if tensor.shape != layout.shape or tensor.dtype != layout.dtype:
+            raise ValueError(
+                f"{op}: the window {self.name!r} holds a tensor of shape {list(layout.shape)} and {layout.dtype}, not "
+                f"one of shape {list(tensor.shape)} and {tensor.dtype}"
+            )
 
     def check_neighbours(self, op: str) -> None:
         """Raise if a neighbour is gone, or has freed this window, without moving anything.

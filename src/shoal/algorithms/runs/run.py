@@ -19,6 +19,7 @@ from rich.table import Table
 
 from ...ops import safe_serialization
 from ...progress_bar import shown
+from ...topology._validate import as_int
 from ..algorithm import Algorithm, Gradient
 from ..mix import Mix
 
@@ -283,8 +284,10 @@ def steps_of(
         lr_lambda: The factor of the algorithm's learning rate in each step, by its number from 0.
 
     Raises:
+        TypeError: ``steps`` is no whole number.
         ValueError: ``steps`` or ``every`` is negative, or ``lr_lambda`` is for an algorithm without a learning rate.
     """
+    steps = as_int(steps, "steps")
     every = max(1, steps // _RECORDS) if every is None else every
     if steps < 0 or every < 0:
         raise ValueError(

@@ -21,6 +21,7 @@ from ...ops.arguments import Internal
 from ...ops.collective import gather_by_rank
 from ...ops.state_transfer import hand_over, let_in
 from ...runtime.agent import current
+from ...topology._validate import as_int
 from ..optimizer import DecentralizedOptimizer
 from .all_agents import AgentErrors, all_try, from_one_agent, present_agents
 from .checkpoint_files import (
@@ -116,12 +117,14 @@ class Checkpoint:
         into as many agents, or with ``start="consensus"`` into any number.
 
         Raises:
+            TypeError: ``step`` is no whole number.
             ValueError: ``step`` is negative, or ``keep`` less than 1.
             ShoalError: An agent could not save; the error names the ranks and the reasons. One reason is a state of
                 other objects than tensors, numbers, strings and their collections, because it could not be loaded.
         """
         agent = current("Checkpoint.save")
         _check_unsharded_agents("Checkpoint.save")
+        step = as_int(step, "checkpoint: step")
         if step < 0 or (keep is not None and keep < 1):
             raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
         self._warn_of_schedules()
