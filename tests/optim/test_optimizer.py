@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -46,3 +47,13 @@ def test_communication_with_all_agents_and_with_none(fleet: Fleets, way: Algorit
     ):
         results = torch.stack(fleet(SIZE).run(train, way, 1 << 20, kind))
         assert (results - by_hand(way, W)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("model", [None, [], [None]])
+def test_no_model_is_refused(model: Any) -> None:
+    def run() -> None:
+        inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, or a list of them"):
+            shoal.DecentralizedOptimizer(inner, model)
+
+    shoal.Fleet(2).run(run)
