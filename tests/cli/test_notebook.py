@@ -256,6 +256,12 @@ def test_zero_agents_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at least one agent must run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("profile", ["../other", "a/b", "..", ""])
+def test_a_path_as_a_profile_is_refused(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["notebook", "start", "-n", "1", "--profile", profile]) == 2
+    assert "a profile is a name, not a path" in capsys.readouterr().err
+
+
 def test_looking_for_agents_creates_no_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

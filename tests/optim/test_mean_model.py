@@ -54,3 +54,24 @@ def test_a_call_on_rank_0_only_raises_an_error_that_explains_it() -> None:
             shoal.neighbor_allreduce(torch.ones(1))
 
     shoal.Fleet(2).run(run)
+
+
+def test_a_state_dict_in_place_of_the_model_is_refused_before_anything_is_sent(fleet: Fleets, tmp_path: Path) -> None:
+    def run() -> list[str]:
+        state, found = model().state_dict(), []
+        for call in (
+            lambda: shoal.save(state, tmp_path / "model.pt"),  # type: ignore[arg-type]
+            lambda: shoal.consensus_distance(state),  # type: ignore[arg-type]
+            lambda: shoal.consensus(state).__enter__(),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(TypeError) as caught:
+                call()
+            found.append(str(caught.value))
+        return found
+
+    expected = [
+        f"{op} takes a model, a torch.nn.Module, not a OrderedDict"
+        for op in ("save", "consensus_distance", "consensus")
+    ]
+    assert fleet(2).run(run) == [expected] * 2
+    assert not list(tmp_path.iterdir())

@@ -392,8 +392,8 @@ def test_the_command_creates_revokes_and_lists_certificates(tmp_path: Path, caps
     (tmp_path / "new" / "ca.key").unlink()
     assert main(["certificates", "make", "-n", "3", *where]) == 2
     assert "has no ca.key" in capsys.readouterr().err
-    assert main(["certificates", "show", "--folder", str(tmp_path / "nowhere")]) == 0
-    assert "0 certificates" in capsys.readouterr().out
+    assert main(["certificates", "show", "--folder", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
     for wrong in (["-n", "0"], ["-n", "2", "--days", "-1"], ["-n", "2", "--days", "1e300"]):
         assert main(["certificates", "make", *wrong, "--folder", str(tmp_path / "wrong")]) == 2
         assert capsys.readouterr().err

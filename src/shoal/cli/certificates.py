@@ -93,7 +93,13 @@ def revoke(folder: Path, ranks: Iterable[int]) -> None:
 
 
 def show(folder: Path) -> Iterator[str]:
-    """A line for each certificate in a folder, by rank."""
+    """A line for each certificate in a folder, by rank.
+
+    Raises:
+        ValueError: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}; --folder names where the certificates are")
     revoked = set(_revoked(folder))
     found = {int(path.stem.removeprefix("rank-")): path for path in folder.glob("rank-*.crt")}
     yield f"{folder}: {len(found)} certificates, {len(revoked)} revoked"

@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("ipyparallel") is None:
         print("shoal notebook: error: it needs ipyparallel: pip install 'shoal[notebook]'", file=sys.stderr)
         return 2
+    if args.profile in ("", "..") or args.profile != Path(args.profile).name:
+        print(f"shoal notebook: error: --profile {args.profile!r}: a profile is a name, not a path", file=sys.stderr)
+        return 2
     if args.command == "start":
         return _start(Files.make(args.profile), args.profile, args.agents, args.wait)
     files = Files.find(args.profile)

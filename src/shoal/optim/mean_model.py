@@ -24,6 +24,11 @@ DISTANCE = "consensus distance"
 """The name of the distance for observers."""
 
 
+def _check_module(op: str, model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{op} takes a model, a torch.nn.Module, not a {type(model).__name__}")
+
+
 def averaged(model: torch.nn.Module) -> list[torch.Tensor]:
     """Parameters, and buffers that hold numbers with fractions (running means); counters are each agent's own."""
     reshard(model)
@@ -77,6 +82,7 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
         model: This agent's; it holds the average inside the block.
         timeout: Seconds until :class:`~shoal.DeadlineExceeded`.
     """
+    _check_module("consensus", model)
     tensors = averaged(model)
     averages = means(tensors, "consensus", timeout)
     own = [tensor.clone() for tensor in tensors]
@@ -97,6 +103,7 @@ def consensus(model: torch.nn.Module, *, timeout: float | None = None) -> Iterat
 @torch.no_grad()
 def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) -> float:
     """``sqrt(mean over agents of |x_i - mean x|^2)`` over all parameters, the same on every agent. All call it."""
+    _check_module("consensus_distance", model)
     reshard(model)
     params = list(model.parameters())
     flat = torch.cat([_reals(local(param).detach()).reshape(-1).double() for param in params])
@@ -128,10 +135,12 @@ def save(model: torch.nn.Module, path: str | os.PathLike[str], *, timeout: float
         timeout: Seconds that each wait for the other agents may take.
 
     Raises:
+        TypeError: The model is no module, such as a ``state_dict``.
         ShoalError: The file could not be written; all agents raise it.
         ValueError: The model is sharded: no process has all of it.
     """
     agent = current("save")
+    _check_module("save", model)
     if agent.launch.beside or any(is_sharded(param) for param in model.parameters()):
         raise ValueError(
             "shoal.save: the model is sharded, so no process has all of it. Save it inside shoal.consensus(model) with "
