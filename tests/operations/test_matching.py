@@ -48,7 +48,7 @@ def test_one_name_accepts_two_kinds_of_operations_and_not_one_twice() -> None:
     first = matcher.begin("average", "x", 1.0, True)
     other = matcher.begin("sum", "x", 1.0, True)
     assert (first.round, other.round) == (0, 1)
-    with pytest.raises(ValueError, match="average 'x' round 2: a average named 'x' is still in flight"):
+    with pytest.raises(ValueError, match="average 'x' round 2: another average named 'x' is still in flight"):
         matcher.begin("average", "x", 1.0, True)
     assert matcher.begin("average", "x", 1.0, False).round == 2
     assert matcher.begin("average", "y", 1.0, True).round == 0
