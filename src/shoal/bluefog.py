@@ -241,4 +241,5 @@ def get_skip_negotiate_stage() -> bool:
 
 
 # win_slots is no name of BlueFog, so a star leaves it out.
-__all__ = sorted({*_public_names(globals()), "topology_util"} - {"win_slots"})
+if not typing.TYPE_CHECKING:  # which takes the names from the imports, and would take none from this list
+    __all__ = sorted({*_public_names(globals()), "topology_util"} - {"win_slots"})

@@ -5,6 +5,8 @@
 docs/horovod.md has the list and the differences.
 """
 
+import typing as _typing
+
 from ..._lazy_import import public_names as _public_names
 from ...ops.handles import poll as poll
 from ...ops.handles import synchronize as synchronize
@@ -75,4 +77,5 @@ from .states import broadcast_optimizer_state as broadcast_optimizer_state
 from .states import broadcast_parameters as broadcast_parameters
 from .uneven_inputs import join as join
 
-__all__ = _public_names(globals())
+if not _typing.TYPE_CHECKING:  # which takes the names from the imports, and would take none from this list
+    __all__ = _public_names(globals())
