@@ -25,7 +25,7 @@ from ..rendezvous.rendezvous import listen
 from .agent_processes import AgentProcesses, FailureHandling, death_with
 from .launcher_signals import Signals
 from .notebook import Files
-from .run import SERVE, LaunchedJob
+from .run import LaunchedJob, serve_store
 
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_SECONDS = 2.0
@@ -47,16 +47,13 @@ def run_job(profile: str, agents: int) -> int:
     job = LaunchedJob(agents, 1, 0, LOOPBACK, port, secrets.token_hex(8), config.read().secret or secrets.token_hex(32))
     where = f"--profile-dir={profile}"
     controller = [sys.executable, "-m", "shoal.cli.notebook_job", "controller", where]
-    serve = [sys.executable, "-c", SERVE, str(listener.fileno())]
     try:
         failures = FailureHandling(survive=True, grace=_GRACE_SECONDS)
         with Signals() as signals, AgentProcesses(None, signals, failures) as processes:
             # It keeps the lock as well, so that no other one is started beside it.
             loss = "no cell can reach the engines"
             processes.start_helper("the controller", controller, owned, loss=loss, is_needed=True)
-            loss = "agents can no longer find each other"
-            processes.start_helper("the rendezvous store", serve, listener.fileno(), loss=loss)
-            listener.close()
+            serve_store(processes, listener)
             for rank in range(agents):
                 engine = [
                     *(sys.executable, "-m", "shoal.cli.notebook_job", "engine", where, f"--IPEngine.id={rank}"),

@@ -309,6 +309,17 @@ def _join(args: argparse.Namespace, host: str, port: int) -> int:
         return _mind(args, job, signals, _beyond, watch, says=says).status
 
 
+def serve_store(agents: AgentProcesses, listener: socket.socket, *room: str) -> None:
+    """Serve the rendezvous store at a listening socket, from a process of its own; ``room`` as :data:`SERVE` takes it.
+
+    The agents may connect already: the kernel accepts their connections until that process serves them.
+    """
+    command = [sys.executable, "-c", SERVE, str(listener.fileno()), *room]
+    loss = "agents can no longer find each other"
+    agents.start_helper("the rendezvous store", command, listener.fileno(), loss=loss)
+    listener.close()
+
+
 def _mind(
     args: argparse.Namespace,
     job: LaunchedJob,
@@ -342,11 +353,7 @@ def _mind(
                 # Agents that have met detect the loss by themselves; agents that have not would wait.
                 agents.run_on_failure(rank, [sys.executable, "-c", TELL, LOST], environ)
         if listener is not None:
-            # The agents may connect already: the kernel accepts their connections until that process serves them.
-            serve = [sys.executable, "-c", SERVE, str(listener.fileno()), room]
-            loss = "agents can no longer find each other"
-            agents.start_helper("the rendezvous store", serve, listener.fileno(), loss=loss)
-            listener.close()
+            serve_store(agents, listener, room)
         ending = agents.mind()
         if ending.summary and not (ending.all_gone and job.attempt < job.attempts):
             agents.print(ending.summary)

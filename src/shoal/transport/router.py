@@ -351,7 +351,7 @@ class Router:
         return bool(self._pending_peers.of(rank, incarnation))
 
     def admit(self, place: PeerId, endpoint: Endpoint) -> None:
-        """An agent has entered, with this address. Its buffered messages follow with :meth:`open_lobby`."""
+        """An agent has entered, with this address. Its buffered messages follow with :meth:`admit_pending`."""
         rank = place.rank
         if self.places[rank] != place:
             self.drop(rank)
