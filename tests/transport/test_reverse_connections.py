@@ -95,25 +95,34 @@ def test_repeatedly_cut_reverse_connections_give_the_same_results(
     assert [links for _, links in results] == [[1], [], [1]]
 
 
-def leave_unread() -> bool:
-    """Rank 1 closes both directions, as after rank 0's shutdown message, and rank 0 has one more message for it."""
-    rounds_and_links()
-    engine, router = current().engine, current().engine.router
-    if shoal.rank() == 1:
+@pytest.mark.parametrize("cut_first", [False, True], ids=["leaves", "cut"])
+def test_an_agent_that_shuts_down_does_not_wait_for_a_peer_that_reads_no_more(cut_first: bool) -> None:
+    """Only the peer could open their connection again. Rank 1 closes both directions, as after rank 0's shutdown
+    message, and rank 0 has one more message for it.
+    """
+    is_leaving, is_cut, may_end = threading.Event(), threading.Event(), threading.Event()
+
+    def leave_unread() -> bool:
+        rounds_and_links()
+        engine, router = current().engine, current().engine.router
+        if shoal.rank() == 1:
+            assert cut_first or is_leaving.wait(scaled(20.0))
+            with engine.lock:
+                router.drop(0)
+            is_cut.set()
+            return may_end.wait(scaled(20.0))
+        link = router.links[1]
+        if cut_first:
+            assert wait_until(lambda: 1 in router.reversing and not link.open, scaled(20.0))
         with engine.lock:
-            router.drop(0)
-        return True
-    link = router.links[1]
-    with engine.lock:
-        router._leaving = True
-        link.post(Message(Kind.ASK, ALIVE, ALIVE))
-    ended = wait_until(lambda: link.idle, scaled(5.0))
-    router._leaving = False
-    return ended
+            link.post(Message(Kind.ASK, ALIVE, ALIVE))
+            router.send_shutdown()
+            is_leaving.set()
+            assert is_cut.wait(scaled(20.0))  # with the lock: the message is not sent before
+        ended = wait_until(lambda: link.idle, scaled(5.0))
+        may_end.set()
+        return ended
 
-
-def test_an_agent_that_shuts_down_does_not_wait_for_a_peer_that_reads_no_more() -> None:
-    """Only the peer could open their connection again."""
     with refused(errno.EHOSTUNREACH, 1):
         assert shoal.Fleet(2, transport="network", timeout=60.0).run(leave_unread) == [True, True]
 

@@ -87,11 +87,23 @@ class ReverseConnections:
 
     # For messages of this agent
 
-    def begin(self, peer: int, pause: float = ASK_SECONDS, limit: float = CLOSED_SECONDS) -> None:
-        """An attempt to connect to a peer begins; after the pause it is asked. ``limit``: see ``CLOSED_SECONDS``."""
+    def begin(self, peer: int, pause: float = ASK_SECONDS) -> None:
+        """An attempt to connect to a peer begins; after the pause it is asked."""
         now = clock.monotonic()
-        self._attempts[peer] = _Attempts(now, now + pause, limit)
+        self._attempts[peer] = _Attempts(now, now + pause)
         self.due = min(self.due, now + pause)
+
+    def leave(self) -> None:
+        """This agent shuts down: wait no longer than ``LEAVING_SECONDS`` for reversed connections that were cut.
+
+        Messages may be queued for a peer that shut down before this agent did. Without this, the shutdown would wait
+        for a connection that no process opens.
+        """
+        now = clock.monotonic()
+        for peer, attempts in self._attempts.items():
+            link = self._agent.links.get(peer)
+            if isinstance(link, NetworkLink) and link.is_reversed:
+                attempts.limit = min(attempts.limit, now - attempts.since + LEAVING_SECONDS)
 
     def __contains__(self, peer: int) -> bool:
         return peer in self._attempts

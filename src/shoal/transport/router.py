@@ -27,7 +27,7 @@ from .peer_address import Endpoint, PeerId, ProcessWatch, address_for_listening,
 from .pending_peers import CONNECTIONS, PendingPeers
 from .poller import Poller
 from .protocol import ProtocolError
-from .reverse_connections import CLOSED_SECONDS, LEAVING_SECONDS, ReverseConnections
+from .reverse_connections import ReverseConnections
 from .shared_regions import Arena, ResultPool
 from .sockets import Outgoing
 from .threads import ThreadInbox, ThreadLink
@@ -235,8 +235,9 @@ class Router:
             link.fail(cause, certain=True)
             return
         if link.is_reversed:
-            # Another agent's departure may have been queued behind the shutdown message, for a peer that reads no more.
-            self.reversing.begin(link.peer, 0.0, LEAVING_SECONDS if self._leaving else CLOSED_SECONDS)
+            self.reversing.begin(link.peer, 0.0)
+            if self._leaving:
+                self.reversing.leave()
             self.poller.wake()
             return
         self.reversing.failed(link, link.problem)
@@ -389,7 +390,9 @@ class Router:
         ``cause``. At first only to those for which nothing is in transit, since they would count later messages as
         missing.
         """
-        self._leaving = True
+        if not self._leaving:
+            self._leaving = True
+            self.reversing.leave()
         self.inbox.last_message = lost, cause
         for peer, connections in self.incoming.items():
             if to_all or peer not in self.links or self.links[peer].idle:
