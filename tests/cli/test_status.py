@@ -24,7 +24,7 @@ from shoal.cli import main, status
 from shoal.cli.status import Process
 from shoal.runtime.agent import current
 from shoal.transport import status_socket
-from shoal.transport.handshake import HELLO_SIZE, Accepting
+from shoal.transport.authentication.handshake import HELLO_SIZE, Accepting
 from shoal.transport.listeners import listen_privately
 from shoal.transport.sockets import GREETING_SECONDS
 from support import PROCESS_GROUP, TRANSPORTS

@@ -15,8 +15,8 @@ import torch
 
 import shoal
 from shoal.transport.acceptor import MOST_UNKNOWN
-from shoal.transport.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
-from shoal.transport.message_auth import MacSeal
+from shoal.transport.authentication.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
+from shoal.transport.authentication.message_auth import MacSeal
 from shoal.transport.sockets import GREETING_SECONDS
 from shoal.transport.wire import ProtocolError
 from support.leftovers import wait_until

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.transport.handshake import Keys
+from shoal.transport.authentication.handshake import Keys
 from shoal.transport.incoming import Incoming
 from shoal.transport.link import Published
 from shoal.transport.network_link import NetworkIncoming, NetworkLink

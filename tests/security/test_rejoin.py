@@ -14,7 +14,7 @@ from shoal.rendezvous.bootstrap_barrier import DIRECTORY
 from shoal.rendezvous.launch import Launch
 from shoal.rendezvous.peer_directory import PeerDirectory, _proof, _verified_peer, add_to_directory, directory
 from shoal.rendezvous.store import ThreadStore
-from shoal.transport.handshake import QUESTION, REVERSED, Accepting, Connecting
+from shoal.transport.authentication.handshake import QUESTION, REVERSED, Accepting, Connecting
 from shoal.transport.peer_address import Endpoint, local_peer_id
 from shoal.transport.pending_peers import ENTRY, BufferingReceiver
 from shoal.transport.quotas import MESSAGES

@@ -25,8 +25,8 @@ from shoal.cli import certificates, doctor, main
 from shoal.fault_tolerance.partition import PeerProbe
 from shoal.rendezvous.store import ThreadStore
 from shoal.runtime.agent import current
-from shoal.transport.handshake import HELLO_SIZE, REFUSED, Connecting
-from shoal.transport.tls import Certificates
+from shoal.transport.authentication.handshake import HELLO_SIZE, REFUSED, Connecting
+from shoal.transport.authentication.tls import Certificates
 from shoal.transport.wire import ProtocolError
 from support.closed_ports import closed_ports
 from support.leftovers import wait_until

@@ -15,8 +15,8 @@ import torch
 
 from shoal.runtime.agent import current
 from shoal.transport import acceptor
-from shoal.transport.handshake import HELLO_SIZE, WELCOME_SIZE, Connecting, Keys
-from shoal.transport.message_auth import SEAL_SIZE, ChecksumSeal, MacSeal
+from shoal.transport.authentication.handshake import HELLO_SIZE, WELCOME_SIZE, Connecting, Keys
+from shoal.transport.authentication.message_auth import SEAL_SIZE, ChecksumSeal, MacSeal
 from shoal.transport.network_link import _LENGTH
 from shoal.transport.wire import Kind, Message, Where, encode
 from support.agent_main import holdings

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.transport.rejoin_marker import is_marked
+from shoal.fault_tolerance.rejoin_marker import is_marked
 from support.checkpoints import same
 from support.job_restart import EVERY, SAVING, STEPS, main
 from support.launcher import RUN

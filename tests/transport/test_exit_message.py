@@ -13,7 +13,7 @@ import torch
 import shoal
 from shoal.runtime.agent import current
 from shoal.transport import sockets
-from shoal.transport.handshake import Connecting
+from shoal.transport.authentication.handshake import Connecting
 from shoal.transport.link import Receiver
 from shoal.transport.network_link import NetworkLink
 from shoal.transport.poller import Poller

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.transport.handshake import MESSAGES, QUESTION, REFUSED, REVERSED, Accepting, Connecting
+from shoal.transport.authentication.handshake import MESSAGES, QUESTION, REFUSED, REVERSED, Accepting, Connecting
 from shoal.transport.wire import ProtocolError
 
 SIZE = 3

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.transport.message_auth import ChecksumSeal, CorruptMessage, MacSeal, strong, sums, unchecked
+from shoal.transport.authentication.message_auth import ChecksumSeal, CorruptMessage, MacSeal, strong, sums, unchecked
 from shoal.transport.wire import ProtocolError
 
 few = settings(max_examples=100, deadline=None)

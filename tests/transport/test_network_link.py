@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shoal.transport.handshake import MESSAGES, Accepting, Connecting
+from shoal.transport.authentication.handshake import MESSAGES, Accepting, Connecting
+from shoal.transport.authentication.message_auth import CorruptMessage
 from shoal.transport.link import NullReceiver, Published
-from shoal.transport.message_auth import CorruptMessage
 from shoal.transport.network_link import CHUNK_BYTES, NetworkIncoming, NetworkLink
 from shoal.transport.poller import Poller
 from shoal.transport.retransmit import ConnectionCut

@@ -16,7 +16,7 @@ from shoal.engine.watchdog import ALIVE
 from shoal.runtime.agent import current
 from shoal.transport import reverse_connections
 from shoal.transport.addresses import parse_ports
-from shoal.transport.handshake import MESSAGES, REVERSED, Accepting, Connecting
+from shoal.transport.authentication.handshake import MESSAGES, REVERSED, Accepting, Connecting
 from shoal.transport.link import Link
 from shoal.transport.network_link import NetworkLink
 from shoal.transport.protocol import ProtocolError

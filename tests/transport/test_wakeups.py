@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from shoal.transport.authentication.message_auth import MacSeal, sums
 from shoal.transport.link import Receiver
-from shoal.transport.message_auth import MacSeal, sums
 from shoal.transport.network_link import WAKE_BYTES, NetworkIncoming
 from shoal.transport.shared_regions import ResultPool
 from shoal.transport.wire import Kind, Message, Where, encode

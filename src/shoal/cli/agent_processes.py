@@ -26,9 +26,9 @@ from types import TracebackType
 from typing import Any
 
 from ..config import EXIT_NOTES, INCARNATION
+from ..fault_tolerance.rejoin_marker import is_marked
 from ..observability.watch.live import Watch
 from ..runtime import exit_notes
-from ..transport.rejoin_marker import is_marked
 from .agent_output import STDERR, STDOUT, AgentOutput, AgentPipes
 from .launcher_signals import Signals
 

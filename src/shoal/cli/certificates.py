@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..transport.tls import AUTHORITY, REVOKED, host_name
+from ..transport.authentication.tls import AUTHORITY, REVOKED, host_name
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -35,8 +35,8 @@ from ..kernels.native import why_not_native
 from ..rendezvous.launch import LOOPBACK, Launch, detect, join_address, parse_address
 from ..rendezvous.rendezvous import is_own
 from ..transport.addresses import address_towards, interface_address, is_loopback
+from ..transport.authentication.tls import certificates_of
 from ..transport.process_group import MADE_HERE, available
-from ..transport.tls import certificates_of
 from . import path_check
 from .live_checks import CHECK_SECONDS, PAIR_CHECK, WHEN_BUSY, LiveChecks, check_seconds, launcher_variables
 

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._timeouts import format_seconds
 from ..errors import NONSENSE
-from ..operations.timeouts import format_seconds
 from ..rendezvous.launch import detect
 from ..transport.addresses import connect
-from ..transport.handshake import HELLO_SIZE, MAGIC
+from ..transport.authentication.handshake import HELLO_SIZE, MAGIC
 from ..transport.status_socket import MOST_BYTES, PACKET_BYTES, QUESTION
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import clock
+from .._timeouts import format_seconds
 from .._version import __version__
 from ..fault_tolerance.agreement import Agreement
 from ..operations.membership import NOT_YET
@@ -21,7 +22,6 @@ from ..operations.operation import Operation, describe, needed_by
 from ..operations.services import Services
 from ..operations.shared_parts import SharedParts
 from ..operations.submission_gate import SubmissionGate
-from ..operations.timeouts import format_seconds
 from .training_metrics import StepCounter, TrainingMetrics
 
 MOST = 8

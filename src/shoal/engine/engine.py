@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from .. import clock
 from .._signals import deferred
+from .._timeouts import parse_timeout
 from ..errors import DeadlineExceeded, NotInitialized, ShoalError
 from ..fault_tolerance.agreement import WORD, Agreement
 from ..fault_tolerance.failures import Failures
@@ -53,7 +54,6 @@ from ..operations.sender import Sender, send_alone
 from ..operations.services import Services
 from ..operations.shared_parts import SharedParts
 from ..operations.stage import Steps as Generating
-from ..operations.timeouts import parse_timeout
 from ..transport.pending_peers import ENTRY
 from ..transport.poller import Poller
 from ..transport.router import Router

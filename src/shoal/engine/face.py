@@ -21,9 +21,9 @@ from ..operations.membership import Plan, View
 from ..operations.publishing import Publisher
 from ..operations.sender import Sender
 from ..operations.services import Services
+from ..transport.authentication.tls import Certificates
 from ..transport.peer_address import PeerId
 from ..transport.router import Router
-from ..transport.tls import Certificates
 from .stalls import Stalls
 from .watchdog import Watchdog
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import clock
+from .._timeouts import format_seconds
 from ..operations.operation import needed_by
 from ..operations.services import Services
 from ..operations.shared_parts import SharedParts
-from ..operations.timeouts import format_seconds
 from ..transport.wire import Kind, Message
 from .agent_status import StatusReporter
 

@@ -27,13 +27,13 @@ from ..operations.services import Service
 from ..operations.shared_parts import SharedParts
 from ..transport.peer_address import Endpoint, PeerId
 from ..transport.pending_peers import ENTRY
-from ..transport.rejoin_marker import RejoinMarker
 from ..transport.sockets import Outgoing
 from ..transport.wire import Kind, Message
 from .agreement import Agreement
 from .failures import Failures
 from .loss_reports import decisions_as_data, parsed_decisions
 from .membership_states import AgentEvent, MembershipTable
+from .rejoin_marker import RejoinMarker
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")

@@ -21,11 +21,11 @@ import torch
 
 from .. import clock
 from .._signals import deferred
+from .._timeouts import parse_timeout
 from ..errors import DeadlineExceeded, NotInitialized
 from ..transport.link import Lease, Published
 from .membership import WHOLE, Plan
 from .stage import Stage, Steps
-from .timeouts import parse_timeout
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .. import clock
+from .._timeouts import parse_timeout
 from ..errors import Mismatch
 from ..operations.operation import Handle
-from ..operations.timeouts import parse_timeout
 
 T = TypeVar("T")
 

@@ -41,8 +41,8 @@ from ..rendezvous.peer_directory import (
 )
 from ..rendezvous.rendezvous import open_store
 from ..transport.addresses import parse_ports
+from ..transport.authentication.tls import certificates_of
 from ..transport.peer_address import Endpoint, PeerId
-from ..transport.tls import certificates_of
 from .agent import Agent, AgentContext, Machines, agent_context, process_context, warn_of_process_group
 from .exit_notes import write_note
 from .queries import set_topology

@@ -15,9 +15,9 @@ import torch
 
 from .. import clock
 from .._signals import deferred
+from .._timeouts import parse_timeout
 from ..coordination.attach import check_transport
 from ..errors import PeerLost
-from ..operations.timeouts import parse_timeout
 from ..rendezvous.launch import Launch
 from ..rendezvous.store import ThreadStore
 from ..topology._validate import check_size

@@ -11,9 +11,9 @@ import socket
 from collections.abc import Callable
 
 from .. import clock
-from .handshake import ANSWER_SIZE, QUESTION, REFUSED, REPLACED, REVERSED, SHUT_OUT, Accepting, Keys
+from .authentication.handshake import ANSWER_SIZE, QUESTION, REFUSED, REPLACED, REVERSED, SHUT_OUT, Accepting, Keys
+from .authentication.message_auth import Seal
 from .link import Receiver
-from .message_auth import Seal
 from .poller import Poller
 from .retransmit import ConnectionCut, is_connection_cut
 from .sockets import CONNECT, CONTROL, GOODBYE, Established, receive_part

@@ -16,17 +16,17 @@ from typing import NamedTuple, cast
 
 import torch
 
-from .handshake import Accepting, Connecting, Keys
+from .authentication.handshake import Accepting, Connecting, Keys
+from .authentication.message_auth import Check, CorruptMessage, MacSeal, sums
+from .authentication.tls import RECORD_BYTES, Certificates, Encrypted
 from .incoming import Incoming
 from .link import Published, Receiver
-from .message_auth import Check, CorruptMessage, MacSeal, sums
 from .poller import Poller
 from .quotas import MACHINE_BYTES, Quota
 from .retransmit import ConnectionCut, ReceivedOffset, SendBuffer
 from .shared_regions import ResultPool
 from .sockets import ARRIVED, Established, Outgoing, detached
 from .tcp import UNREACHABLE, tune
-from .tls import RECORD_BYTES, Certificates, Encrypted
 from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
 
 CHUNK_BYTES = 1 << 20

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from .. import clock
 from .acceptor import Acceptor
-from .handshake import MESSAGES, REVERSED, Accepting
+from .authentication.handshake import MESSAGES, REVERSED, Accepting
 from .incoming import Incoming
 from .link import Link, NullReceiver, Receiver
 from .network_link import NetworkIncoming, NetworkLink

@@ -19,10 +19,11 @@ from .. import clock
 from . import addresses, network_link, shared_memory, status_socket, tcp
 from .acceptor import Acceptor
 from .addresses import beside, is_loopback
-from .handshake import MESSAGES, QUESTION, Accepting, Connecting
+from .authentication.handshake import MESSAGES, QUESTION, Accepting, Connecting
+from .authentication.message_auth import strong, sums, unchecked
+from .authentication.tls import Certificates
 from .incoming import Incoming
 from .link import Link, Receiver
-from .message_auth import strong, sums, unchecked
 from .peer_address import Endpoint, PeerId, ProcessWatch, address_for_listening, choose_transports, local_peer_id
 from .pending_peers import CONNECTIONS, PendingPeers
 from .poller import Poller
@@ -31,7 +32,6 @@ from .reverse_connections import ReverseConnections
 from .shared_regions import Arena, ResultPool
 from .sockets import Outgoing
 from .threads import ThreadInbox, ThreadLink
-from .tls import Certificates
 
 log = logging.getLogger("shoal")
 

@@ -23,10 +23,10 @@ import os
 import socket
 
 from . import status_socket
-from .handshake import Accepting, Connecting
+from .authentication.handshake import Accepting, Connecting
+from .authentication.message_auth import ChecksumSeal
 from .incoming import Incoming
 from .link import Published, Receiver
-from .message_auth import ChecksumSeal
 from .poller import READ, Poller
 from .retransmit import ConnectionCut
 from .shared_regions import PeerMemory

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import clock
-from .handshake import HELLO_SIZE, QUESTION, REPLACED, REVERSED, SHUT_OUT, WELCOME_SIZE, Connecting, Keys
+from .authentication.handshake import HELLO_SIZE, QUESTION, REPLACED, REVERSED, SHUT_OUT, WELCOME_SIZE, Connecting, Keys
+from .authentication.message_auth import Seal
 from .link import Published, Receiver
-from .message_auth import Seal
 from .poller import READ, WRITE, Poller
 from .retransmit import ConnectionCut, is_connection_cut
 from .wire import PACKET_BYTES, Message, ProtocolError, encode

@@ -33,9 +33,9 @@ import torch
 
 from .. import clock
 from .._signals import deferred
+from .._timeouts import parse_timeout
 from ..errors import NotInitialized
 from ..operations.operation import Handle
-from ..operations.timeouts import parse_timeout
 from ..ops.arguments import as_ranks, channel_name, check_own_elements, check_tensor, detached
 from ..runtime.agent import current
 from ..transport.wire import DTYPES

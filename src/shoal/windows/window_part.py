@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 
 from .. import clock
+from .._timeouts import acquire_with_deadline
 from ..engine.engine import Engine
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
 from ..kernels.weighted_sum import copy
 from ..operations.operation import Handle
-from ..operations.timeouts import acquire_with_deadline
 from ..ops.arguments import where, writable
 from ..topology import Mixing
 from .locks import Busy, Freed

@@ -17,8 +17,8 @@ import hmac
 import struct
 from typing import NamedTuple
 
-from .. import clock
-from .protocol import VERSION, ProtocolError
+from ... import clock
+from ..protocol import VERSION, ProtocolError
 
 MAGIC = b"SHOAL"
 _HELLO = struct.Struct(f"<{len(MAGIC)}sH16s")

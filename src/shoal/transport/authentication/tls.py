@@ -13,9 +13,9 @@ import ssl
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..config import Config
-from .protocol import ProtocolError
-from .retransmit import ConnectionCut
+from ...config import Config
+from ..protocol import ProtocolError
+from ..retransmit import ConnectionCut
 
 AUTHORITY, REVOKED = "ca.crt", "revoked.crl"
 RECORD_BYTES = 1 << 15

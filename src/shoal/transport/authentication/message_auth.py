@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .protocol import ProtocolError
+from ..protocol import ProtocolError
 
 SEAL_SIZE = 16
 _COUNT = struct.Struct("<Q")

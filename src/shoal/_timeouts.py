@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .._signals import slices
+from ._signals import slices
 
 
 def parse_timeout(timeout: Any, default: float, *, zero: bool = False) -> float:

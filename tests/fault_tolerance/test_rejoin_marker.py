@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from shoal.transport.rejoin_marker import RejoinMarker, is_marked
+from shoal.fault_tolerance.rejoin_marker import RejoinMarker, is_marked
 from support.leftovers import nothing_is_left
 
 

@@ -1,0 +1,1 @@
+"""Proof of the job's secret, seals of messages, and TLS."""
