@@ -1,4 +1,4 @@
-"""The sign of an agent that waits to be let in, as its launcher sees it."""
+"""The marker of an agent that waits to be admitted, as its launcher sees it."""
 
 from __future__ import annotations
 

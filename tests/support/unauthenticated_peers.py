@@ -28,7 +28,7 @@ _HEADER = struct.Struct("<IBBBBHHHHIIIQQQQd")
 
 @dataclass(frozen=True)
 class ListenerAddress:
-    """Where one agent listens, and what one must know to be let in."""
+    """Where one agent listens, and what one must know to be admitted."""
 
     rank: int
     unix: str

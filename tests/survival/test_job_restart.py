@@ -91,7 +91,7 @@ def test_an_agent_waiting_to_rejoin_when_the_last_member_dies_does_not_count_as_
     (tmp_path / "train.py").write_text(LAST_ONE)
     done = begin(tmp_path / "train.py")
     assert done.returncode == 0, done.stderr
-    assert "nobody is there any more who could let it in" in done.stderr
+    assert "all of them have ended: none can admit it" in done.stderr
     assert done.stderr.count("all agents are gone; beginning again (1 of 3)") == 1, done.stderr
     result = sorted(path.name.removeprefix("up.") for path in tmp_path.glob("up.*"))
     assert result == ["0.0.0", "0.1.0", "0.1.1", "1.0.0", "1.1.0"], done.stderr

@@ -271,8 +271,8 @@ def test_an_agent_that_was_not_admitted_raises_at_its_timeout() -> None:
     with World(3, environment=CONTINUE, restarts=True) as world:
         world.kill_and_start_again(1)
         [*output, last] = world.results(call_before_load, on=[1])[0]
-        assert len(output) == 5 and all("has not entered" in one for one in output), output
-        assert "ranks [0, 2] have called no Checkpoint.save" in last
+        assert len(output) == 5 and all("has not been admitted" in one for one in output), output
+        assert "ranks [0, 2] have not called Checkpoint.save" in last
 
 
 def test_no_agent_is_left_to_admit_it() -> None:
@@ -283,7 +283,7 @@ def test_no_agent_is_left_to_admit_it() -> None:
         world.kill(0)
         world.members[0].outcome(5.0)
         output = waiting.outcome()
-        assert output.error == "PeerLost" and "nobody is there any more" in output.message, output
+        assert output.error == "PeerLost" and "none can admit it" in output.message, output
 
 
 def hand_over_on_a_ring() -> Any:

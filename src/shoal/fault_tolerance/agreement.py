@@ -329,7 +329,7 @@ class Agreement(Service):
                 conclude(self._lifecycle, operation)
                 if self._gate.plan.entered != entered:
                     return
-        raise ProtocolError("it has let somebody in alone")
+        raise ProtocolError("it has admitted an agent without the other members")
 
     def admit(self, ranks: Ranks, begun: dict[str, int]) -> None:
         """Plan with admitted agents the rounds that no agent had begun.

@@ -226,7 +226,7 @@ class Rejoin(Service):
                 raise self.rejoin_timeout(seconds)
             problems = self._sender.problems_with(sorted(self._router.links))
             log.warning(
-                "rank %d waits to be let in: at the others' next Checkpoint.save%s",
+                "rank %d waits to be admitted, at the next Checkpoint.save of the others%s",
                 self._rank,
                 f"; {problems}" if problems else "",
             )
@@ -246,8 +246,8 @@ class Rejoin(Service):
 
     def not_joined(self, call: str) -> ShoalError:
         return ShoalError(
-            f"{call} on rank {self._rank}: this agent came later, and has not entered the run of the others: it does "
-            "where it loads its shoal.Checkpoint, which has to come first; see docs/rejoin.md",
+            f"{call} on rank {self._rank}: this agent started later than the others, and has not been admitted: load "
+            "its shoal.Checkpoint first; see docs/rejoin.md",
             (self._rank,),
         )
 
@@ -261,15 +261,15 @@ class Rejoin(Service):
         asked = sorted(self._router.links)
         problems = self._sender.problems_with(asked)
         return DeadlineExceeded(
-            f"rank {self._rank} has waited {seconds:g} s to be let in: ranks {asked} have called no Checkpoint.save. "
-            "SHOAL_ENTRY_TIMEOUT sets how long to wait" + (f"; {problems}" if problems else ""),
+            f"rank {self._rank} has waited {seconds:g} s to be admitted: ranks {asked} have not called "
+            "Checkpoint.save. SHOAL_ENTRY_TIMEOUT sets how long to wait" + (f"; {problems}" if problems else ""),
             asked,
         )
 
     def no_member_reached(self) -> PeerLost:
         """The error if no connection to a member can be opened, so that no member knows that this agent waits."""
         return PeerLost(
-            f"rank {self._rank} was started later, and none of the others hears that it waits to be let in: "
+            f"rank {self._rank} started later than the others, and can connect to none of them to be admitted: "
             f"{self._sender.problems_with(self._unreachable)}. Open the data ports of one of them at least to this "
             "machine (SHOAL_PORTS sets which these are)",
             self._unreachable,
@@ -279,7 +279,7 @@ class Rejoin(Service):
         """The error if all members have ended before they admitted this agent."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         return PeerLost(
-            f"rank {self._rank} came later, and nobody is there any more who could let it in: the others have ended",
+            f"rank {self._rank} started later than the others, and all of them have ended: none can admit it",
             others,
         )
 

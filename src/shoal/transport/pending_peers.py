@@ -29,7 +29,7 @@ class BufferingReceiver(NullReceiver):
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._kept: list[tuple[int, Message]] = []
-        self._budget = Quota("messages that came before it was let in")
+        self._budget = Quota("messages that arrived before it was admitted")
         self._closed: tuple[int, str, bool, bool] | None = None
 
     def on_message(self, source: int, message: Message) -> None:
@@ -76,7 +76,7 @@ class PendingPeers:
             self.replace(waiting[0], connection)
             return
         if len(waiting) >= CONNECTIONS:
-            raise ProtocolError("it opened one connection more while it waits to be let in")
+            raise ProtocolError("it opened one connection more while it waits to be admitted")
         self._waiting[connection] = buffer = BufferingReceiver(receiver)
         connection.deliver_to(buffer)
 
