@@ -97,7 +97,7 @@ MOST = {
     "files in the largest folder": 25,
     "lines of the longest module": 511,
     "parameters of the largest internal constructor": 6,
-    "uses of engine.<part>.<member> outside of the engine": 7,
+    "uses of engine.<part>.<member> outside of the engine": 0,
     "names of shoal": 93,
 }
 """Lower a limit when a change has made its number smaller; never raise one."""

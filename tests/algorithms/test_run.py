@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import pty
 import re
@@ -13,7 +14,8 @@ import torch
 from rich.console import Console
 
 import shoal
-from shoal.algorithms import Gradient, GradientDescent, Run, run
+from shoal.algorithms import Algorithm, ChocoSGD, Gradient, GradientDescent, LocalSteps, Run, run
+from shoal.compression import TopK
 from shoal.netmodel import Link, Network
 from shoal.sim import StackedFleet
 from shoal.topology.families.static import ring
@@ -158,3 +160,20 @@ def test_a_gradient_on_all_data_has_the_shape_of_x_too() -> None:
     assert gradient(x).shape == x.shape
     with pytest.raises(ValueError, match=r"\[3\] for x of shape \[4, 3\]"):
         gradient.full(x)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "error", "text"),
+    [
+        (GradientDescent(math.nan), ValueError, r"GradientDescent\(lr=nan\): a finite number of at least 0"),
+        (GradientDescent(-1.0), ValueError, r"GradientDescent\(lr=-1\.0\)"),
+        (LocalSteps(GradientDescent(math.inf), 2), ValueError, r"GradientDescent\(lr=inf\)"),
+        (ChocoSGD(0.1, math.nan, TopK(0.5)), ValueError, r"ChocoSGD\(gamma=nan\)"),
+        (ChocoSGD(0.1, 0.5, None), TypeError, r"ChocoSGD\(compressor=None\): a compressor of shoal\.compression"),  # type: ignore[arg-type]
+    ],
+)
+def test_steps_and_compressors_of_an_algorithm_are_checked_before_the_run(
+    algorithm: Algorithm, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        StackedFleet(ring(4)).run(algorithm, torch.zeros(3), lambda x: x - 1, 1)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..compression import Compressor
 from ..topology.healing import Without
 from ..topology.schedule import AnyTopology, Schedule
 from .mix import Mix
@@ -200,14 +201,31 @@ class Algorithm(ABC):
         return {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
 
 
+_STEPS = ("lr", "outer_lr", "gamma")
 _warned: dict[type[Algorithm], object] = {}
 """The classes whose missing declaration has caused a warning in this process."""
 
 
 def check_is_algorithm(algorithm: object) -> None:
-    """TypeError if this is no algorithm, such as a class in place of its instance."""
+    """Check an algorithm's fields, and those of the one that it wraps.
+
+    Raises:
+        TypeError: It is no algorithm, such as a class in place of its instance; or its ``compressor`` is none.
+        ValueError: A step is not finite, or negative.
+    """
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"an algorithm of shoal.algorithms is wanted, as GradientDescent(lr=0.1), not {algorithm!r}")
+    name = type(algorithm).__name__
+    for field, held in algorithm._held().items():
+        # Unchecked, these would make every parameter NaN, or raise in the middle of a step on one agent.
+        if field in _STEPS and isinstance(held, int | float | torch.Tensor):
+            step = torch.as_tensor(held)
+            if not bool(step.isfinite().all() and (step >= 0).all()):
+                raise ValueError(f"{name}({field}={held!r}): a finite number of at least 0 is wanted")
+        if field == "compressor" and not isinstance(held, Compressor):
+            raise TypeError(f"{name}(compressor={held!r}): a compressor of shoal.compression is wanted, as TopK(0.1)")
+        if field == "algorithm":
+            check_is_algorithm(held)
 
 
 def warn_of_undeclared_needs(algorithm: Algorithm) -> None:

@@ -131,7 +131,8 @@ class Engine(EngineFace):
         publisher, arena = self.publisher, self.arena
         # For operations and backends:
         self.publish, self.publish_joined = publisher.publish, publisher.publish_joined
-        self.problem, self.reserve, self.result_memory = publisher.problem, publisher.room, self.pool.empty
+        self.keep_unpublished, self.reserve = publisher.keep, publisher.room
+        self.problem, self.result_memory = publisher.problem, self.pool.empty
         self.send_control, self.send_bytes = sender.send_control, sender.send_bytes
         self.send_tensor = partial(send_alone, publisher, sender)
         self.acknowledge, self.refuse, self.flush = sender.acknowledge, sender.refuse, sender.flush
@@ -145,7 +146,9 @@ class Engine(EngineFace):
         self.check_joined, self.joining_peers = self.rejoin.check_joined, self.rejoin.asking
         self.add_service, self.service = services.add, services.get
         self.cut_off = failures.break_off
-        # For windows: memory that neighbours write.
+        # For optimizers:
+        self.step_ended, self.note_metric = self.step_counter.ended, self.training_metrics.note
+        # For windows and buckets: memory that neighbours map.
         self.find_shared, self.next_region, self.shared_memory = arena.find, arena.next_ident, arena.empty
         self.retire_region, self.share_region = arena.retired.append, sender.share
         self.describe_member = membership.describe

@@ -134,6 +134,11 @@ class EngineFace:
         """The backend that moves tensors instead of links; None if there is none."""
         return self.lifecycle.backend_stages.backend
 
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds without progress after which a waiting call is logged."""
+        return self.stalls.after
+
     def is_far(self, rank: int) -> bool:
         """Whether messages to an agent use the network, or are to be compressed as if they did."""
         return self.compresses_locally or self.backend is not None or self.router.transport_to(rank) == "network"

@@ -173,7 +173,7 @@ class HierarchicalFamily:
 
     def _averaged(self, operation: Operation, published: Published, shape: tuple[int, ...]) -> Steps[torch.Tensor]:
         agent, mixing, group = self.agent, self.mixing, self.agent.local_ranks
-        publisher, total, dtype = agent.engine.publisher, published.data.numel(), published.data.dtype
+        engine, total, dtype = agent.engine, published.data.numel(), published.data.dtype
         # All agents of a machine have the same weights; only the first agent's are used.
         here = self.digest ^ zlib.crc32(repr(mixing).encode())
         compared = "machine topology, or weights within the machine"
@@ -186,7 +186,7 @@ class HierarchicalFamily:
             return payload(arrived, group[0]).data
         others = group[1:]
         arrived = yield Exchange([], others, dtype, shape, digest=here, digest_of=compared, stage=_TERMS)
-        mean, result = publisher.room(operation, total, dtype), publisher.room(operation, total, dtype)
+        mean, result = engine.reserve(operation, total, dtype), engine.reserve(operation, total, dtype)
         yield from reduce(mean.data, "average", published.data, 0, [payload(arrived, rank) for rank in others])
         sends = [
             Send(self._first(machine), mean, 0, total, shape, scale) for machine, scale in mixing.destinations.items()

@@ -260,8 +260,7 @@ def _mixed(
     """
     engine, total = agent.engine, mean.numel()
     encoded = None if compressor is None else encoded_for(operation, mean.view(-1), compressor, agent.rank)
-    publisher = engine.publisher
-    share = publisher.publish(operation, mean) if encoded is None else publisher.keep(operation, encoded.numbers)
+    share = engine.publish(operation, mean) if encoded is None else engine.keep_unpublished(operation, encoded.numbers)
     sources = {speakers[machine]: weight for machine, weight in mixing.sources.items()}
     sends = [
         Send(speakers[machine], share, 0, total, (total,), scale) for machine, scale in mixing.destinations.items()

@@ -327,7 +327,7 @@ def mix_steps(
         on_device = robust is None and backend is None
         published = engine.publish(operation, given, zero_copy=zero_copy, on_device=on_device)
     else:  # others may read only the message, which is made when the destinations are known
-        published = engine.publisher.keep(operation, given)
+        published = engine.keep_unpublished(operation, given)
     own_data = torch.zeros(tensor.numel(), dtype=tensor.dtype) if silent else published.data
     shape, total = tuple(tensor.shape), own_data.numel()
     mixing, form, static = edges.mixing, edges.form, edges.static.mixing

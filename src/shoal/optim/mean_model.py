@@ -111,7 +111,7 @@ def consensus_distance(model: torch.nn.Module, *, timeout: float | None = None) 
     squares = torch.split((flat - mean).square(), [_reals(local(param).detach()).numel() for param in params])
     square = torch.stack([summed_as(part, param) for part, param in zip(squares, params, strict=True)]).sum()
     found = allreduce(square, name=Internal("consensus_distance"), timeout=timeout).sqrt().item()
-    current("consensus_distance").engine.training_metrics.note(DISTANCE, square.sqrt().item(), found, found)
+    current("consensus_distance").engine.note_metric(DISTANCE, square.sqrt().item(), found, found)
     return found
 
 

@@ -169,9 +169,7 @@ def metrics(
     }
     found = {name: _metric(agent.size, columns[name], weights, worst_of[name] is max) for name in values}
     for name, metric in found.items():
-        agent.engine.training_metrics.note(
-            name, metric.values[agent.rank], metric.mean, metric.worst, metric.worst_rank
-        )
+        agent.engine.note_metric(name, metric.values[agent.rank], metric.mean, metric.worst, metric.worst_rank)
     return Metrics(found, sorted(reports))
 
 

@@ -327,7 +327,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             self._passes.end_step(enough)
             self._warned = False
             local.closure = None
-        engine.step_counter.ended(self._name, began)
+        engine.step_ended(self._name, began)
         return cast("float | None", local.loss)
 
     def join(self) -> AbstractContextManager[None]:

@@ -173,7 +173,7 @@ class Checkpoint:
         """Join at the others' next save, with the state of one of them."""
         agent = current("Checkpoint.load")
         entry = agent.engine.rejoin
-        entry.wait(entry.rejoin_seconds if timeout is None else timeout, agent.engine.stalls.after)
+        entry.wait(entry.rejoin_seconds if timeout is None else timeout, agent.engine.stall_seconds)
         state = hand_over(agent, None, timeout)
         parts = {name: part for name, part in self._parts.items() if not isinstance(part, GeneratorState)}
         if parts.keys() != state["parts"].keys():

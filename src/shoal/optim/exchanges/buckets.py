@@ -169,7 +169,7 @@ class Bucket:
             return _Memory(first.detach().new_empty(self.numel), self._places)
         # From the arena, whose memory neighbours on this machine can map. Other memory would be copied once more for
         # each round.
-        return _Memory(current("optim").engine.arena.empty((self.numel,), first.dtype), self._places)
+        return _Memory(current("optim").engine.shared_memory((self.numel,), first.dtype), self._places)
 
     def _move_in(self) -> None:
         if self._stays:

@@ -81,7 +81,7 @@ class _PairwiseBucket:
         length, of = (numel, dtype) if compressor is None else (compressor.nbytes(numel, dtype), torch.uint8)
         # One element more than the message: the last one tells whether the average was made, so that both agents move
         # or neither.
-        nothing = current("AD-PSGD").engine.arena.empty((length + 1,), of).zero_()  # in memory that both can read
+        nothing = current("AD-PSGD").engine.shared_memory((length + 1,), of).zero_()  # in memory that both can read
         for slot in self.slots:
             ops.win_create(nothing, slot, zero_init=True)
 
