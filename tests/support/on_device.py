@@ -64,7 +64,9 @@ class _Call:
     def to_device(self, one: Any) -> Any:
         if isinstance(one, list):
             return [self.to_device(item) for item in one]
-        if type(one) is not torch.Tensor or one.layout is not torch.strided or not one.is_cpu or one.requires_grad:
+        if type(one) is not torch.Tensor or one.layout is not torch.strided or one.is_nested or not one.is_cpu:
+            return one
+        if one.requires_grad:
             return one
         for on_cpu, there in self._copies.values():  # a tensor that is both input and out stays one
             if on_cpu is one:
