@@ -123,6 +123,20 @@ def test_it_is_counted_after_it_also_when_its_connections_end(clock: Clock) -> N
     assert [one.rank for one in failure_detector.confirmed(clock.now)] == [2]
 
 
+def test_a_repeated_report_of_a_loss_is_not_counted_after_the_shutdowns_that_it_has_caused(clock: Clock) -> None:
+    """Seed 700956 of the simulated fleet: rank 3 is lost, ranks 1 and 2 end because of it, and all report rank 3."""
+    failure_detector = detector(Connections(known={1, 2, 3}))
+    due = failure_detector.notice(1, died(3, reported_by=1))
+    for rank in (1, 2):
+        assert failure_detector.notice(rank, died(rank, reported_by=rank, certain=True)) == due
+    certain = failure_detector.notice(2, died(3, reported_by=2, certain=True))
+    assert certain == Departure(3, "its process ended", True, 2, certain=True)
+    failure_detector.nothing_follows(1)
+    assert not failure_detector.confirmed(clock.now)
+    failure_detector.forget(3)
+    assert [one.rank for one in failure_detector.confirmed(due)] == [1, 2]
+
+
 def test_the_loss_that_a_shutdown_message_names_is_counted_before_it(clock: Clock) -> None:
     """Also if the leaving agent was suspected first."""
     failure_detector = detector(Connections(known={1, 2}))

@@ -38,6 +38,29 @@ def test_a_loss_names_the_agent_at_fault_or_one_that_it_has_stopped(lost: int, k
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
+    ("kind", "named", "right"), [("optimizer", 2, True), ("optimizer", 3, False), ("static", 2, False)]
+)
+def test_a_late_refusal_puts_an_agent_out_of_step_in_a_call_of_several_operations(
+    kind: str, named: int, right: bool
+) -> None:
+    """Seed 702259: rank 2 learns in a step of its optimizer that its call before was refused, and skips the other
+    steps, for which rank 1 waits.
+    """
+    calls = [Call(0, "average", 2, True, NOBODY), Call(1, kind, 2, True, NOBODY, style=STYLES[0])]
+    program = Program(SIZE, "ring", calls, 1)
+    report = Report(Scenario(1, program, Weather(), (Fault("shape", 0, 0),)))
+    report.results = {
+        (rank, number): program.expected(calls[number], rank) for rank in range(SIZE) for number in (0, 1)
+    }
+    report.results[0, 0] = Mismatch("'call 0': rank 0 expected another shape", (0, 3))
+    report.results[2, 1] = Mismatch("'call 0': rank 0 refused it", (0, 2))
+    report.results[1, 1] = Mismatch("agents wait for each other", (named,))
+    checks.check(report, set())
+    assert ("rank 1 raised Mismatch" not in str(report.problems)) == right, report.problems
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
     ("kind", "style"),
     [
         ("optimizer", Style(adapts_first=False, one_peer=False)),

@@ -9,6 +9,7 @@ links. Every agent has a link to the next rank, so the notice reaches all.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 
 from .. import clock
 from ..errors import PeerLost, ShoalError
@@ -91,13 +92,14 @@ class FailureDetector:
 
     def _after_those_before(self, departure: Departure) -> Departure | float:
         """Delay a departure until earlier suspects are confirmed, because their loss may be its cause."""
-        due = max(
-            (due for due, suspect in self._suspects.values() if suspect.died and suspect.rank != departure.rank),
-            default=0.0,
-        )
+        # An agent's own message comes after all losses that it has named. A third agent's report keeps the place of
+        # the first sign: at the end, the cause would be confirmed after the shutdowns that it has caused.
+        if departure.reported_by == departure.rank:
+            self._suspects.pop(departure.rank, None)
+        earlier = takewhile(lambda rank: rank != departure.rank, self._suspects)
+        due = max((self._suspects[rank][0] for rank in earlier if self._suspects[rank][1].died), default=0.0)
         if not due:
             return departure
-        self._suspects.pop(departure.rank, None)
         self._schedule(due, departure)
         return due
 

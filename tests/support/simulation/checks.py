@@ -144,7 +144,7 @@ def _check_error(
         right = right or (rank in departed_ranks and isinstance(error, NotInitialized))
     else:  # a refusal that comes after a call has ended is raised by the next one
         late = partial(_is_late, report, call)
-        right = late(error) or _follows(report, call, error, late)
+        right = late(error) or _follows(report, call, error, late) or _is_out_of_step(report, call, error)
     if not right:
         report.problems.append(output)
 
@@ -164,6 +164,20 @@ def _is_late(report: Report, call: Call, error: Any) -> bool:
         fault for fault in report.scenario.faults if fault.kind in ("shape", "other call") and fault.at < call.number
     ]
     return isinstance(error, Mismatch) and any(f"'call {fault.at}'" in str(error) for fault in faults)
+
+
+def _is_out_of_step(report: Report, call: Call, error: Any) -> bool:
+    """Whether an error names an agent that a late refusal has stopped in a call of several operations.
+
+    That agent leaves the rest of them out, for which the others wait, while it makes its next call.
+    """
+    calls = [one for one in report.scenario.program.calls if one.kind in OPERATIONS and one.number <= call.number]
+    stopped = {
+        rank
+        for (rank, number), result in report.results.items()
+        if any(one.number == number and _is_late(report, one, result) for one in calls)
+    }
+    return isinstance(error, Mismatch | PeerLost) and bool(stopped & set(error.ranks))
 
 
 def _check_survived(report: Report, call: Call, right: list[int], crashed: set[int]) -> None:
