@@ -167,16 +167,24 @@ def _is_late(report: Report, call: Call, error: Any) -> bool:
 
 
 def _is_out_of_step(report: Report, call: Call, error: Any) -> bool:
-    """Whether an error names an agent that a late refusal has stopped in a call of several operations.
+    """Whether an error names an agent that a late refusal has stopped in a call of several operations, or one that such
+    an agent has stopped.
 
     That agent leaves the rest of them out, for which the others wait, while it makes its next call.
     """
-    calls = [one for one in report.scenario.program.calls if one.kind in OPERATIONS and one.number <= call.number]
-    stopped = {
-        rank
-        for (rank, number), result in report.results.items()
-        if any(one.number == number and _is_late(report, one, result) for one in calls)
-    }
+    stopped: set[int] = set()
+    for one in report.scenario.program.calls:
+        if one.number > call.number:
+            break
+        errors = {
+            rank: result
+            for (rank, number), result in report.results.items()
+            if number == one.number and isinstance(result, Mismatch | PeerLost)
+        }
+        if one.kind in OPERATIONS:
+            stopped |= {rank for rank, result in errors.items() if _is_late(report, one, result)}
+        for _ in errors:
+            stopped |= {rank for rank, result in errors.items() if stopped & set(result.ranks)}
     return isinstance(error, Mismatch | PeerLost) and bool(stopped & set(error.ranks))
 
 
