@@ -36,15 +36,16 @@ class Entry:
     exact: bool = False
 
 
-def register(entry: Entry) -> None:
-    """Add an algorithm.
+def register(entry: Entry, *more: Entry) -> None:
+    """Add algorithms.
 
     Raises:
         ValueError: There is one of that name.
     """
-    if entry.name in CATALOG:
-        raise ValueError(f"there is an algorithm {entry.name!r} already; choose another name")
-    CATALOG[entry.name] = entry
+    for added in (entry, *more):
+        if added.name in CATALOG:
+            raise ValueError(f"there is an algorithm {added.name!r} already; choose another name")
+        CATALOG[added.name] = added
 
 
 register(
@@ -53,40 +54,32 @@ register(
         lambda: GradientDescent(0.05),
         1,
         "The default for training: cheapest, and good enough where the agents' data are alike.",
-    )
-)
-register(
+    ),
     Entry(
         "D-PSGD, adapt with combine",
         lambda: GradientDescent(0.05, atc=False),
         1,
         "As above, with the exchange hidden behind the gradient.",
-    )
-)
-register(
+    ),
     Entry(
         "gradient tracking (ATC)",
         lambda: GradientTracking(0.01),
         2,
         "Data that differ between agents. Any doubly stochastic mixing serves, static or changing.",
         exact=True,
-    )
-)
-register(
+    ),
     Entry(
         "gradient tracking (semi-ATC, DSGT)",
         lambda: GradientTracking(0.04, semi=True),
         2,
         "As above, with half of the exchange hidden behind the gradient.",
         exact=True,
-    )
-)
-register(
+    ),
     Entry(
         "DIGing",
         lambda: GradientTracking(0.02, atc=False),
         2,
         "As above, with the exchange hidden behind the gradient.",
         exact=True,
-    )
+    ),
 )

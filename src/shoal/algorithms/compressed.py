@@ -126,24 +126,6 @@ class DeepSqueeze(Algorithm):
         return y + self.gamma * (mixed - c), (v - c,)
 
 
-register(
-    Entry(
-        "CHOCO-SGD",
-        lambda: ChocoSGD(1 / 32, 0.25, TopK(0.2)),
-        0.2 * (1 + 4.25 / 64),  # 2 bits of each position, and 1 + 5 / 4 in a row of bits
-        "Slow networks: any compressor that is a contraction, for one more tensor of memory and gamma to tune.",
-    )
-)
-register(
-    Entry(
-        "DeepSqueeze",
-        lambda: DeepSqueeze(1 / 32, 0.125, TopK(0.2)),
-        0.2 * (1 + 4.25 / 64),  # 2 bits of each position, and 1 + 5 / 4 in a row of bits
-        "As CHOCO-SGD where W changes from round to round; ends farther from the optimum.",
-    )
-)
-
-
 @dataclass(frozen=True)
 class BEER(Algorithm):
     """Exact, however different the agents' objectives are, with messages of a fraction of the parameters.
@@ -196,17 +178,6 @@ class BEER(Algorithm):
         return copy + q, mixed + news
 
 
-register(
-    Entry(
-        "BEER",
-        lambda: BEER(1 / 16, 0.5, TopK(0.2)),
-        2 * 0.2 * (1 + 4.25 / 64),  # as of CHOCO-SGD
-        "Slow networks and data that differ between agents: exact with any contraction.",
-        exact=True,
-    )
-)
-
-
 @dataclass(frozen=True)
 class LowPrecision(Algorithm):
     """D-PSGD in which every agent's parameters are the sum of its sent messages.
@@ -251,16 +222,6 @@ class LowPrecision(Algorithm):
         (s,) = state
         mixed, q = mix.compressed(s - self.lr * grad(x) - x, self.compressor)
         return x + q, (s + mixed,)
-
-
-register(
-    Entry(
-        "low-precision D-PSGD",
-        lambda: LowPrecision(1 / 32, MinMaxUInt8(dyadic=True)),
-        1016 / 8000,
-        "D-PSGD with a byte for each parameter and nothing to tune.",
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -317,9 +278,34 @@ class CensoredGradientDescent(Algorithm):
 
 register(
     Entry(
+        "CHOCO-SGD",
+        lambda: ChocoSGD(1 / 32, 0.25, TopK(0.2)),
+        0.2 * (1 + 4.25 / 64),  # 2 bits of each position, and 1 + 5 / 4 in a row of bits
+        "Slow networks: any compressor that is a contraction, for one more tensor of memory and gamma to tune.",
+    ),
+    Entry(
+        "DeepSqueeze",
+        lambda: DeepSqueeze(1 / 32, 0.125, TopK(0.2)),
+        0.2 * (1 + 4.25 / 64),  # 2 bits of each position, and 1 + 5 / 4 in a row of bits
+        "As CHOCO-SGD where W changes from round to round; ends farther from the optimum.",
+    ),
+    Entry(
+        "BEER",
+        lambda: BEER(1 / 16, 0.5, TopK(0.2)),
+        2 * 0.2 * (1 + 4.25 / 64),  # as of CHOCO-SGD
+        "Slow networks and data that differ between agents: exact with any contraction.",
+        exact=True,
+    ),
+    Entry(
+        "low-precision D-PSGD",
+        lambda: LowPrecision(1 / 32, MinMaxUInt8(dyadic=True)),
+        1016 / 8000,
+        "D-PSGD with a byte for each parameter and nothing to tune.",
+    ),
+    Entry(
         "censored D-PSGD",
         lambda: CensoredGradientDescent(0.05, tau=3.0, decay=0.97),
         0.3,
         "Where a message costs more than a step, and silence costs nothing.",
-    )
+    ),
 )

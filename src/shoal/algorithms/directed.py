@@ -125,42 +125,6 @@ class PushDIGing(_Shared):
         return x, (w, y, new)
 
 
-register(
-    Entry(
-        "push-sum",
-        PushSum,
-        1,
-        "The mean of the agents' values, over one-way links.",
-    )
-)
-register(
-    Entry(
-        "SGP",
-        lambda: SGP(0.02),
-        1,
-        "Training over one-way links, where the agents' data are alike.",
-    )
-)
-register(
-    Entry(
-        "push-sum gradient tracking",
-        lambda: PushDIGing(0.01),
-        2,
-        "Data that differ between agents, over one-way links, also where the links change.",
-        exact=True,
-    )
-)
-register(
-    Entry(
-        "Push-DIGing",
-        lambda: PushDIGing(0.03, atc=False),
-        2,
-        "As above, as it was first written.",
-        exact=True,
-    )
-)
-
-
 @dataclass(frozen=True)
 class PushPull(Algorithm):
     """Exact on directed graphs, however different the objectives are, and without a division by small weights.
@@ -213,29 +177,31 @@ class PushPull(Algorithm):
 
 
 register(
+    Entry("push-sum", PushSum, 1, "The mean of the agents' values, over one-way links."),
+    Entry("SGP", lambda: SGP(0.02), 1, "Training over one-way links, where the agents' data are alike."),
+    Entry(
+        "push-sum gradient tracking",
+        lambda: PushDIGing(0.01),
+        2,
+        "Data that differ between agents, over one-way links, also where the links change.",
+        exact=True,
+    ),
+    Entry("Push-DIGing", lambda: PushDIGing(0.03, atc=False), 2, "As above, as it was first written.", exact=True),
     Entry(
         "push-pull",
         lambda: PushPull(0.01),
         2,
         "Data that differ between agents, over one-way links, without push-sum's division by small weights.",
         exact=True,
-    )
-)
-register(
+    ),
     Entry(
-        "push-pull, semi-ATC",
-        lambda: PushPull(0.04, semi=True),
-        2,
-        "As above, as it was first written.",
-        exact=True,
-    )
-)
-register(
+        "push-pull, semi-ATC", lambda: PushPull(0.04, semi=True), 2, "As above, as it was first written.", exact=True
+    ),
     Entry(
         "AB",
         lambda: PushPull(0.02, atc=False),
         2,
         "As above, with the exchange hidden behind the gradient.",
         exact=True,
-    )
+    ),
 )

@@ -65,26 +65,6 @@ def _of_neighbours(x: torch.Tensor, mix: Mix) -> torch.Tensor:
     return mix.gather(mix.edges(mix.spread(x)))
 
 
-register(
-    Entry(
-        "decentralized ADMM, linearised (DLM)",
-        lambda: DecentralizedADMM(c=1.0, rho=4.0),
-        1,
-        "Data that differ between agents, on a fixed undirected graph, for half the bytes of gradient tracking.",
-        exact=True,
-    )
-)
-register(
-    Entry(
-        "decentralized ADMM",
-        lambda: DecentralizedADMM(c=1.0, rho=4.0, inner=5),
-        1,
-        "As above, where gradients are cheaper than messages.",
-        exact=True,
-    )
-)
-
-
 @dataclass(frozen=True)
 class DualAveraging(Algorithm):
     """Distributed dual averaging, with ``|x|^2 / 2`` for the proximal function.
@@ -129,9 +109,23 @@ class DualAveraging(Algorithm):
 
 register(
     Entry(
+        "decentralized ADMM, linearised (DLM)",
+        lambda: DecentralizedADMM(c=1.0, rho=4.0),
+        1,
+        "Data that differ between agents, on a fixed undirected graph, for half the bytes of gradient tracking.",
+        exact=True,
+    ),
+    Entry(
+        "decentralized ADMM",
+        lambda: DecentralizedADMM(c=1.0, rho=4.0, inner=5),
+        1,
+        "As above, where gradients are cheaper than messages.",
+        exact=True,
+    ),
+    Entry(
         "dual averaging",
         lambda: DualAveraging(0.2),
         1,
         "Convex objectives that are not smooth, where a rough answer will do.",
-    )
+    ),
 )

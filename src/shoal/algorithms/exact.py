@@ -209,9 +209,7 @@ register(
         1,
         "Data that differ between agents, on one undirected graph: exact at the price of D-PSGD.",
         exact=True,
-    )
-)
-register(
+    ),
     Entry(
         "exact diffusion (D2)",
         lambda: ExactDiffusion(0.1),
@@ -219,23 +217,19 @@ register(
         "As above, faster, where agents keep enough weight of their own: on even rings with weights of a third for "
         "strongly convex objectives only.",
         exact=True,
-    )
-)
-register(
+    ),
     Entry(
         "EXTRA",
         lambda: EXTRA(0.1),
         1,
         "As exact diffusion, with the exchange hidden behind the gradient, for smaller steps.",
         exact=True,
-    )
-)
-register(
+    ),
     Entry(
         "NIDS",
         lambda: NIDS(0.1),
         1,
         "As exact diffusion, with a step that does not depend on the network, and a term that is not smooth.",
         exact=True,
-    )
+    ),
 )

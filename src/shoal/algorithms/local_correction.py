@@ -143,14 +143,12 @@ register(
         2 / 2,
         "Slow networks, and data that differ between agents: local steps that do not drift apart.",
         exact=True,
-    )
-)
-register(
+    ),
     Entry(
         "local exact diffusion (LED)",
         lambda: LED(0.02, every=5),
         1 / 5,
         "As above for half the messages, on one undirected graph.",
         exact=True,
-    )
+    ),
 )

@@ -288,30 +288,24 @@ register(
         lambda: LocalSteps(GradientDescent(0.05), every=5),
         1 / 5,
         "Slow networks: a fifth of the messages, where the agents' data are alike.",
-    )
-)
-register(
+    ),
     Entry(
         "gradient tracking with local steps",
         lambda: LocalSteps(GradientTracking(0.01), every=2),
         2 / 2,
         "Slow networks, and data that differ between agents.",
         exact=True,
-    )
-)
-register(
+    ),
     Entry(
         "Gossip-PGA",
         lambda: GossipPGA(GradientDescent(0.05), every=5),
         4 / 5 + 1 / 10,  # on a ring a mean counts as half a message to each of the two neighbours
         "Sparse graphs of many agents, where an all-reduce now and then is affordable.",
-    )
-)
-register(
+    ),
     Entry(
         "Local SGD",
         lambda: LocalSteps(GossipPGA(GradientDescent(0.05), every=1), every=5),
         1 / 10,
         "Slow networks with a good all-reduce. The topology only gives the agents that take part.",
-    )
+    ),
 )

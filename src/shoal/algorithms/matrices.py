@@ -126,16 +126,6 @@ def msgn(matrices: torch.Tensor, iterations: int) -> torch.Tensor:
     return X
 
 
-register(
-    Entry(
-        "DeMuon",
-        lambda: DeMuon(0.02),
-        2,
-        "Networks of large matrices, such as transformers, on data that differ between agents.",
-    )
-)
-
-
 @dataclass(frozen=True)
 class PowerGossip(Algorithm):
     """D-PSGD (adapt, then combine) whose mixing sends products of matrices of parameters with a few vectors.
@@ -337,17 +327,21 @@ def _gram_schmidt(grams: torch.Tensor, rank: int) -> torch.Tensor:
 
 register(
     Entry(
+        "DeMuon",
+        lambda: DeMuon(0.02),
+        2,
+        "Networks of large matrices, such as transformers, on data that differ between agents.",
+    ),
+    Entry(
         "PowerGossip",
         lambda: PowerGossip(0.05),
         64 / 1000,
         "The shortest messages with nothing to tune, where the parameters are large matrices.",
-    )
-)
-register(
+    ),
     Entry(
         "PowerGossip, one message a step",
         lambda: PowerGossip(0.05, iterations=0.5),
         32 / 1000,
         "As above for half the bytes, as its authors count an iteration.",
-    )
+    ),
 )

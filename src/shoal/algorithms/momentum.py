@@ -281,66 +281,6 @@ def check_beta(share: float, name: str = "beta") -> None:
         raise ValueError(f"{name}={share}: momentum keeps a share of the last step's, 0 <= {name} < 1; 0.9 is usual")
 
 
-register(
-    Entry(
-        "DmSGD",
-        lambda: Momentum(GradientDescent(0.005), 0.9),
-        1,
-        "D-PSGD with the usual momentum, where the agents' data are alike.",
-    )
-)
-register(
-    Entry(
-        "exact diffusion with momentum (EDM)",
-        lambda: Momentum(ExactDiffusion(0.25, lazy=True), 0.8, dampened=True),
-        1,
-        "Momentum on data that differ, on one undirected graph.",
-        exact=True,
-    )
-)
-register(
-    Entry(
-        "DecentLaM",
-        lambda: DecentLaM(0.02, 0.9),
-        1,
-        "Momentum and large batches on data that differ, on one undirected graph.",
-    )
-)
-register(
-    Entry(
-        "QG-DmSGD",
-        lambda: QuasiGlobalMomentum(0.02, 0.9),
-        1,
-        "Momentum on data that differ, on any doubly stochastic mixing; the usual choice for deep learning.",
-    )
-)
-register(
-    Entry(
-        "DmSGD, averaged momentum",
-        lambda: AveragedMomentum(0.01, 0.9),
-        2,
-        "Momentum on well connected graphs, such as the exponential ones, at twice the messages.",
-    )
-)
-register(
-    Entry(
-        "DmSGD, momentum and parameters averaged at once",
-        lambda: AveragedMomentum(0.01, 0.9, together=True),
-        2,
-        "As above, as it was first written.",
-    )
-)
-register(
-    Entry(
-        "momentum tracking",
-        lambda: MomentumTracking(0.003, 0.8),
-        2,
-        "Momentum on data that differ, to the optimum, on any doubly stochastic mixing.",
-        exact=True,
-    )
-)
-
-
 @dataclass(frozen=True)
 class AccumAdam(Algorithm):
     """AccumAdam: D-PSGD with Adam, whose moments take in the mean of ``accumulate`` gradients at a time.
@@ -423,9 +363,53 @@ class AccumAdam(Algorithm):
 
 register(
     Entry(
+        "DmSGD",
+        lambda: Momentum(GradientDescent(0.005), 0.9),
+        1,
+        "D-PSGD with the usual momentum, where the agents' data are alike.",
+    ),
+    Entry(
+        "exact diffusion with momentum (EDM)",
+        lambda: Momentum(ExactDiffusion(0.25, lazy=True), 0.8, dampened=True),
+        1,
+        "Momentum on data that differ, on one undirected graph.",
+        exact=True,
+    ),
+    Entry(
+        "DecentLaM",
+        lambda: DecentLaM(0.02, 0.9),
+        1,
+        "Momentum and large batches on data that differ, on one undirected graph.",
+    ),
+    Entry(
+        "QG-DmSGD",
+        lambda: QuasiGlobalMomentum(0.02, 0.9),
+        1,
+        "Momentum on data that differ, on any doubly stochastic mixing; the usual choice for deep learning.",
+    ),
+    Entry(
+        "DmSGD, averaged momentum",
+        lambda: AveragedMomentum(0.01, 0.9),
+        2,
+        "Momentum on well connected graphs, such as the exponential ones, at twice the messages.",
+    ),
+    Entry(
+        "DmSGD, momentum and parameters averaged at once",
+        lambda: AveragedMomentum(0.01, 0.9, together=True),
+        2,
+        "As above, as it was first written.",
+    ),
+    Entry(
+        "momentum tracking",
+        lambda: MomentumTracking(0.003, 0.8),
+        2,
+        "Momentum on data that differ, to the optimum, on any doubly stochastic mixing.",
+        exact=True,
+    ),
+    Entry(
         "AccumAdam",
         lambda: AccumAdam(0.01, accumulate=4),
         1,
         "Transformers and other models that want Adam, on many agents with small batches.",
-    )
+    ),
 )

@@ -354,48 +354,6 @@ def _check_step(name: str, step: float, kept: float, limit: float) -> None:
         )
 
 
-register(
-    Entry(
-        "SlowMo",
-        lambda: SlowMo(GradientDescent(0.05), every=5, beta=0.7),
-        1 / 10,
-        "Local SGD with momentum that all agents share, where noise or long rounds make it slow.",
-    )
-)
-register(
-    Entry(
-        "SlowMo over D-PSGD",
-        lambda: SlowMo(GradientDescent(0.05), every=5, beta=0.7, gossip=True),
-        4 / 5 + 1 / 10,
-        "Gossip-PGA with momentum that all agents share.",
-    )
-)
-register(
-    Entry(
-        "DiLoCo",
-        lambda: DiLoCo(GradientDescent(0.05), every=5),
-        1 / 10,
-        "Very slow networks: hundreds of steps of AdamW, then one mean of all.",
-    )
-)
-register(
-    Entry(
-        "NoLoCo",
-        lambda: NoLoCo(GradientDescent(0.05), every=5),
-        1 / 5,
-        "As DiLoCo, where a mean of all costs too much: on random pairs, with one mean at the end.",
-    )
-)
-register(
-    Entry(
-        "GASLoC",
-        lambda: GASLoC(GradientDescent(0.05), every=5),
-        1 / 5,
-        "As NoLoCo, on sparse graphs: its momentum also accelerates the averaging with the neighbours.",
-    )
-)
-
-
 def _bounded(beta: float) -> Need:
     """Without a gradient, the agents' differences from their centre shrink."""
 
@@ -473,9 +431,39 @@ class EASGD(Algorithm):
 
 register(
     Entry(
+        "SlowMo",
+        lambda: SlowMo(GradientDescent(0.05), every=5, beta=0.7),
+        1 / 10,
+        "Local SGD with momentum that all agents share, where noise or long rounds make it slow.",
+    ),
+    Entry(
+        "SlowMo over D-PSGD",
+        lambda: SlowMo(GradientDescent(0.05), every=5, beta=0.7, gossip=True),
+        4 / 5 + 1 / 10,
+        "Gossip-PGA with momentum that all agents share.",
+    ),
+    Entry(
+        "DiLoCo",
+        lambda: DiLoCo(GradientDescent(0.05), every=5),
+        1 / 10,
+        "Very slow networks: hundreds of steps of AdamW, then one mean of all.",
+    ),
+    Entry(
+        "NoLoCo",
+        lambda: NoLoCo(GradientDescent(0.05), every=5),
+        1 / 5,
+        "As DiLoCo, where a mean of all costs too much: on random pairs, with one mean at the end.",
+    ),
+    Entry(
+        "GASLoC",
+        lambda: GASLoC(GradientDescent(0.05), every=5),
+        1 / 5,
+        "As NoLoCo, on sparse graphs: its momentum also accelerates the averaging with the neighbours.",
+    ),
+    Entry(
         "EASGD",
         lambda: EASGD(0.05, every=5),
         1 / 10,
         "Agents that are to search apart from each other, and an answer in their middle.",
-    )
+    ),
 )

@@ -82,20 +82,12 @@ class RelaySum(Algorithm):
 
 
 register(
-    Entry(
-        "RelaySGD",
-        lambda: RelaySum(0.1),
-        1,
-        "Data that differ between agents, over few links: a tree.",
-        exact=True,
-    )
-)
-register(
+    Entry("RelaySGD", lambda: RelaySum(0.1), 1, "Data that differ between agents, over few links: a tree.", exact=True),
     Entry(
         "RelaySGD, filled from the start",
         lambda: RelaySum(0.1, fill="start"),
         1,
         "As above, as its authors' code begins.",
         exact=True,
-    )
+    ),
 )

@@ -81,14 +81,12 @@ register(
         lambda: DecentralizedSVRG(GradientDescent(0.05), period=20),
         1,
         "Convex problems on samples, to the accuracy of D-PSGD with whole gradients.",
-    )
-)
-register(
+    ),
     Entry(
         "decentralized SVRG, exact diffusion",
         lambda: DecentralizedSVRG(ExactDiffusion(0.05, lazy=True), period=20),
         1,
         "Convex problems on samples, to the optimum, on one undirected graph.",
         exact=True,
-    )
+    ),
 )
