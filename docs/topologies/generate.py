@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal.cli import topology_format as words
 from shoal.topology.analysis.overview import Analysis, analyse
-from shoal.topology.catalog import CATALOG, Topology
+from shoal.topology.families.catalog import CATALOG, Topology
 
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
@@ -125,7 +125,7 @@ class RoundRobin(Schedule):
 register(Topology("round-robin", RoundRobin, "everybody meets everybody in turn", "tournaments", symmetric=True))
 ```
 
-In the package, the class goes into a module of `src/shoal/topology` and the entry into `registered.py`. That is all.
+In the package, the class goes into a module of `src/shoal/topology/families` and the entry into `catalog.py`. That is all.
 The property suite takes every entry, and checks for it that sends and receives match in every round, that the weights
 are what the entry promises, that the period holds, and that clocks can be saved and restored. This page, its picture,
 and the commands above come from the same entry.

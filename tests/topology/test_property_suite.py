@@ -15,7 +15,7 @@ from support.topology_suite import CHECKS, run_all, sizes_for
 @pytest.fixture
 def catalog(monkeypatch):
     """The catalog; what a test enters is gone after it."""
-    monkeypatch.setattr("shoal.topology.catalog.CATALOG", dict(CATALOG))
+    monkeypatch.setattr("shoal.topology.families.catalog.CATALOG", dict(CATALOG))
 
 
 APPLICABLE = [

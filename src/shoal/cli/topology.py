@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..netmodel.units import format_seconds, parse_rate, parse_seconds
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY, Analysis, analyse
-from ..topology.catalog import CATALOG
+from ..topology.families.catalog import CATALOG
 from ..topology.schedule import Schedule
 from . import topology_format as words
 from . import topology_recommend

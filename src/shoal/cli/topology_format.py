@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..topology.analysis.overview import Analysis
-from ..topology.catalog import CATALOG, Topology
+from ..topology.families.catalog import CATALOG, Topology
 from ..topology.schedule import Schedule
 
 Option = int | float | str

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ..topology.catalog import CATALOG, Topology
+from ..topology.families.catalog import CATALOG, Topology
 from ..topology.families.ceca import Ceca, CecaPairs
 from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule

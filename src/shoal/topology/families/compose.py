@@ -7,6 +7,7 @@ mixing matrix is the Kronecker product of theirs.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from math import gcd, lcm
 
@@ -106,7 +107,23 @@ def inside_machines(schedule: Schedule, machines: int) -> Kronecker:
     return Kronecker(Idle(check_size(machines, "machines")), schedule)
 
 
-class Alternating(Schedule):
+class _ByTurns(Schedule):
+    """The part of schedules whose rounds each belong to one of several others."""
+
+    @abstractmethod
+    def _at_round(self, round: int) -> tuple[Schedule, int]:
+        """The schedule that a round belongs to, and which of its own rounds it is."""
+
+    def mixing(self, round: int, rank: int) -> Mixing:
+        whose, number = self._at_round(round)
+        return whose.mixing(number, rank)
+
+    def edges(self, round: int) -> Edges:
+        whose, number = self._at_round(round)
+        return whose.edges(number)
+
+
+class Alternating(_ByTurns):
     """Several schedules by turns: round t belongs to number ``t mod k``, which sees its own rounds without gaps.
 
     Args:
@@ -124,16 +141,7 @@ class Alternating(Schedule):
         common = _common_period(*self.schedules)
         self.period = None if common is None else len(self.schedules) * common
 
-    def mixing(self, round: int, rank: int) -> Mixing:
-        whose, number = self._at_round(round)
-        return whose.mixing(number, rank)
-
-    def edges(self, round: int) -> Edges:
-        whose, number = self._at_round(round)
-        return whose.edges(number)
-
     def _at_round(self, round: int) -> tuple[Schedule, int]:
-        """The schedule that a round belongs to, and which of its own rounds it is."""
         number, index = divmod(check_round(round), len(self.schedules))
         return self.schedules[index], number
 
@@ -141,7 +149,7 @@ class Alternating(Schedule):
         return f"by turns ({'), ('.join(schedule.describe() for schedule in self.schedules)})"
 
 
-class EveryH(Schedule):
+class EveryH(_ByTurns):
     """A schedule whose every H-th round, H - 1 being the first, belongs to another one; each sees its own without gaps.
 
     With an :class:`AllReduce` as the rare one it is the schedule of Gossip-PGA (Chen et al. 2021, arXiv:2105.09080),
@@ -169,16 +177,7 @@ class EveryH(Schedule):
         blocks = 1 if not between or self.often.period is None else self.often.period // gcd(self.often.period, between)
         return self.every * lcm(blocks, self.rarely.period)
 
-    def mixing(self, round: int, rank: int) -> Mixing:
-        whose, number = self._at_round(round)
-        return whose.mixing(number, rank)
-
-    def edges(self, round: int) -> Edges:
-        whose, number = self._at_round(round)
-        return whose.edges(number)
-
     def _at_round(self, round: int) -> tuple[Schedule, int]:
-        """The schedule that a round belongs to, and which of its own rounds it is."""
         block, place = divmod(check_round(round), self.every)
         if place == self.every - 1:
             return self.rarely, block

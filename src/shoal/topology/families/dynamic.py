@@ -7,13 +7,15 @@ BlueFog's ``topology_util``. Arguments are checked when the function is called, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 import networkx as nx
 
 from .._validate import as_digraph, as_int, check_rank, check_size
-from .graphs import powers_below
+from ..schedule import Clock, Schedule
+from .groups import InnerOuterExponential, InnerOuterRing
+from .one_peer import OnePeerExponential
 
 Round = tuple[list[int], list[int]]
 """The destinations and the sources of one agent in one round, each in ascending order of rank."""
@@ -65,7 +67,7 @@ def GetExp2DynamicSendRecvMachineRanks(
             f"with {local_size} agents on each machine, rank {self_rank} has local rank {self_rank % local_size}, not "
             f"{local_rank}. Ranks must be numbered machine by machine, and all machines have the same size."
         )
-    return _circle(machines, self_rank // local_size, _expo2_hops(machines))
+    return _rounds(OnePeerExponential(machines), self_rank // local_size)
 
 
 def GetInnerOuterRingDynamicSendRecvRanks(world_size: int, local_size: int, self_rank: int) -> Iterator[Round]:
@@ -84,8 +86,8 @@ def GetInnerOuterRingDynamicSendRecvRanks(world_size: int, local_size: int, self
         ValueError: machines of different sizes, or several machines of two agents. There the agent that stays has no
             partner, and the two would never exchange anything.
     """
-    machines, self_rank = _check_inner_outer(world_size, local_size, self_rank)
-    return _inner_outer(machines, local_size, self_rank, _ring_hops)
+    self_rank = _check_inner_outer(world_size, local_size, self_rank)
+    return _rounds(InnerOuterRing(world_size, local_size), self_rank)
 
 
 def GetInnerOuterExpo2DynamicSendRecvRanks(world_size: int, local_size: int, self_rank: int) -> Iterator[Round]:
@@ -104,8 +106,8 @@ def GetInnerOuterExpo2DynamicSendRecvRanks(world_size: int, local_size: int, sel
     Raises:
         ValueError: machines of different sizes, or several machines of two agents (see the ring).
     """
-    machines, self_rank = _check_inner_outer(world_size, local_size, self_rank)
-    return _inner_outer(machines, local_size, self_rank, _expo2_hops)
+    self_rank = _check_inner_outer(world_size, local_size, self_rank)
+    return _rounds(InnerOuterExponential(world_size, local_size), self_rank)
 
 
 def collect_rounds(generators: Sequence[Iterator[Round]], rounds: int) -> list[list[tuple[int, int]]]:
@@ -149,50 +151,10 @@ def _one_peer(destinations: list[int], senders: list[tuple[int, int, int]]) -> I
         yield send, [source for source, index, period in senders if t % period == index]
 
 
-def _circle(size: int, position: int, hops: list[int]) -> Iterator[Round]:
-    """One peer at a time on a circle: `hops` ahead for sending, as far behind for receiving."""
-    for t in count():
-        if not hops:
-            yield [], []
-            continue
-        hop = hops[t % len(hops)]
-        yield [(position + hop) % size], [(position - hop) % size]
-
-
-def _inner_outer(
-    machines: int, local_size: int, self_rank: int, hops_on: Callable[[int], list[int]]
-) -> Iterator[Round]:
-    """`hops_on(n)` lists the hops that a circle of n goes through."""
-    if machines == 1:
-        return _circle(local_size, self_rank, hops_on(local_size))
-    return _one_by_one_outside(machines, local_size, self_rank, hops_on(local_size - 1), hops_on(machines))
-
-
-def _one_by_one_outside(
-    machines: int, local_size: int, self_rank: int, inner_hops: list[int], outer_hops: list[int]
-) -> Iterator[Round]:
-    local_rank = self_rank % local_size
-    first = self_rank - local_rank
-    world_size, staying = machines * local_size, local_size - 1
-    for t in count():
-        outgoing = t % local_size
-        if local_rank == outgoing:
-            hop = outer_hops[t % len(outer_hops)] * local_size
-            yield [(self_rank + hop) % world_size], [(self_rank - hop) % world_size]
-            continue
-        # Positions inside a machine count its agents without the outgoing one.
-        hop = inner_hops[t % len(inner_hops)]
-        position = local_rank - (local_rank > outgoing)
-        ahead, behind = (position + hop) % staying, (position - hop) % staying
-        yield [first + ahead + (ahead >= outgoing)], [first + behind + (behind >= outgoing)]
-
-
-def _ring_hops(size: int) -> list[int]:
-    return [1] if size > 1 else []
-
-
-def _expo2_hops(size: int) -> list[int]:
-    return list(powers_below(size))
+def _rounds(schedule: Schedule, rank: int) -> Iterator[Round]:
+    """One agent's part of a schedule, without the weights."""
+    for mixing in Clock(schedule, rank):
+        yield list(mixing.destination_ranks), list(mixing.source_ranks)
 
 
 def _check_machines(world_size: int, local_size: int, self_rank: int) -> tuple[int, int]:
@@ -206,7 +168,8 @@ def _check_machines(world_size: int, local_size: int, self_rank: int) -> tuple[i
     return world_size // local_size, check_rank(self_rank, world_size, "self_rank")
 
 
-def _check_inner_outer(world_size: int, local_size: int, self_rank: int) -> tuple[int, int]:
+def _check_inner_outer(world_size: int, local_size: int, self_rank: int) -> int:
+    """`self_rank` as a checked int."""
     machines, self_rank = _check_machines(world_size, local_size, self_rank)
     if machines > 1 and local_size == 2:
         raise ValueError(
@@ -214,4 +177,4 @@ def _check_inner_outer(world_size: int, local_size: int, self_rank: int) -> tupl
             "talk to, so the two never average. Use GetDynamicOnePeerSendRecvRanks, or "
             "GetExp2DynamicSendRecvMachineRanks with hierarchical_neighbor_allreduce."
         )
-    return machines, self_rank
+    return self_rank
