@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import shoal
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK, Zstd
 from shoal.compression.draws import Redrawn
-from shoal.optim.compressed_algorithm import share_kept
+from shoal.optim.factory import share_kept
 
 Fleets = Callable[..., shoal.Fleet]
 INNER: list[Compressor] = [MinMaxUInt8(), QSGD(7, chunk=64), Cast(torch.bfloat16), Sign(), TopK(0.1)]

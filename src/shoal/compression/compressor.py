@@ -310,7 +310,30 @@ class Cast(Converted):
 
 
 @dataclass(frozen=True)
-class Shrunk(Compressor):
+class Around(Compressor):
+    """The common part of compressors that change another one's messages or numbers: all else is the other's."""
+
+    compressor: Compressor
+
+    @property
+    def encodes(self) -> bool:
+        return self.compressor.encodes
+
+    def nbytes(self, d: int, dtype: torch.dtype) -> int:
+        return self.compressor.nbytes(d, dtype)
+
+    def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
+        return self.compressor._stream(draws, like)
+
+    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
+        self.compressor._encode(x, data, stream)
+
+    def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
+        return self.compressor._pieces(data, d, dtype, draw)
+
+
+@dataclass(frozen=True)
+class Shrunk(Around):
     """An unbiased compressor divided by ``1 + omega``, which makes a contraction of any: ``delta = 1 / (1 + omega)``.
 
     The error is then in the mean ``(omega + omega^2) |x|^2 / (1 + omega)^2`` at most, which is ``omega / (1 + omega)``
@@ -323,8 +346,6 @@ class Shrunk(Compressor):
         ValueError: The compressor is biased; or, at a call, its omega is not known.
     """
 
-    compressor: Compressor
-
     def __post_init__(self) -> None:
         if not self.compressor.unbiased:
             raise ValueError(f"Shrunk is for unbiased compressors, and {self.compressor!r} is biased: take it as it is")
@@ -332,24 +353,14 @@ class Shrunk(Compressor):
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
         return self.compressor(x, mix) / self._divisor(x.shape[-1]) if x.numel() else x.clone()
 
-    @property
-    def encodes(self) -> bool:
-        return self.compressor.encodes
-
     def _divisor(self, d: int) -> float:
         omega = self.compressor.omega(d)
         if omega == math.inf:
             raise ValueError(f"no omega is known of {self.compressor!r}: define omega(d), or take another compressor")
         return 1 + omega
 
-    def nbytes(self, d: int, dtype: torch.dtype) -> int:
-        return self.compressor.nbytes(d, dtype)
-
     def omega(self, d: int) -> float:
         return 1 - 1 / (1 + self.compressor.omega(d))
-
-    def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
-        return self.compressor._stream(draws, like)
 
     def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         self._divisor(x.shape[-1])

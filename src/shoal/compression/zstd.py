@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .compressor import Compressor, Draw, Piece, check_dtype, check_message
-from .draws import Draws, DrawStream
+from .compressor import Around, check_dtype, check_message
+from .draws import Draws
 
 
 @dataclass(frozen=True)
-class Zstd(Compressor):
+class Zstd(Around):
     """The same numbers in fewer bytes: another compressor's messages through zstd (RFC 8878).
 
     Of 8-bit messages about a sixth to a quarter is left out, of 4-bit ones a third, of bfloat16 a fifth; signs are as
@@ -30,7 +29,6 @@ class Zstd(Compressor):
         ValueError: There is no such level.
     """
 
-    compressor: Compressor
     level: int = 1
 
     varies = True
@@ -46,13 +44,6 @@ class Zstd(Compressor):
     @property
     def unbiased(self) -> bool:
         return self.compressor.unbiased
-
-    @property
-    def encodes(self) -> bool:
-        return self.compressor.encodes
-
-    def nbytes(self, d: int, dtype: torch.dtype) -> int:
-        return self.compressor.nbytes(d, dtype)
 
     def omega(self, d: int) -> float:
         return self.compressor.omega(d)
@@ -105,15 +96,6 @@ class Zstd(Compressor):
         found = torch.frombuffer(bytearray(unpacked), dtype=torch.uint8).to(data.device)
         check_message(found, nbytes, description)
         return found
-
-    def _stream(self, draws: Draws, like: torch.Tensor) -> DrawStream | None:
-        return self.compressor._stream(draws, like)
-
-    def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
-        self.compressor._encode(x, data, stream)
-
-    def _pieces(self, data: torch.Tensor, d: int, dtype: torch.dtype, draw: Draw) -> Iterator[Piece]:
-        return self.compressor._pieces(data, d, dtype, draw)
 
 
 def _zstandard() -> Any:
