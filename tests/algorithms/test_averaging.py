@@ -34,7 +34,8 @@ from shoal.algorithms import (
 from shoal.algorithms.needs import Facts
 from shoal.algorithms.runs.run import steps_of
 from shoal.algorithms.stability import growth as module
-from shoal.algorithms.stability.growth import DIES_OUT, by_self_weights, growth
+from shoal.algorithms.stability.growth import DIES_OUT, by_self_weights
+from shoal.algorithms.stability.linear_map import growth_of
 from shoal.compression import Identity
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import (
@@ -223,7 +224,7 @@ def test_slow_mixings_of_any_size_are_accepted() -> None:
             check("it", algorithm.needs, topology)
     rounded = {hop: float(np.float32(share)) for hop, share in ((0, 1 / 3), (1, 1 / 3), (-1, 1 / 3))}
     check("it", GradientDescent(0.05).needs, Circulant(20_000, rounded))
-    assert growth(GradientDescent(0.05), Facts(Circulant(20_000, rounded))) < 1
+    assert growth_of(GradientDescent(0.05), Facts(Circulant(20_000, rounded))).per_step < 1
 
 
 def test_large_periodic_mixings_are_refused() -> None:
@@ -239,7 +240,7 @@ def test_signs_agree_with_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
     for topology in TOPOLOGIES.values():
         decided = by_self_weights()(Facts(topology))
         if decided is not None:
-            assert (growth(GradientDescent(0.05), Facts(topology)) > 1 - 1e-6) == bool(decided)
+            assert (growth_of(GradientDescent(0.05), Facts(topology)).per_step > 1 - 1e-6) == bool(decided)
 
 
 def test_a_topology_is_checked_once_for_all_agents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from shoal.algorithms import (
 )
 from shoal.algorithms.needs import Facts
 from shoal.algorithms.runs.run import steps_of
-from shoal.algorithms.stability.growth import growth
+from shoal.algorithms.stability.linear_map import growth_of
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import (
     Circulant,
@@ -250,7 +250,7 @@ SWINGS = [
 def test_averaged_momentum_is_refused_exactly_where_it_diverges_without_a_gradient(
     algorithm: Algorithm, topology: Schedule, refused: bool
 ) -> None:
-    seen, result = growth_seen(algorithm, topology), growth(algorithm, Facts(topology))
+    seen, result = growth_seen(algorithm, topology), growth_of(algorithm.at_rest(), Facts(topology)).per_step
     assert (seen > 1) == (result > 1) == refused
     if refused:
         assert result == pytest.approx(seen, rel=0.01)
@@ -271,12 +271,12 @@ def test_the_methods_to_compute_the_growth_agree(monkeypatch: pytest.MonkeyPatch
         (OnePeerExponential(SIZE), LocalSteps(QuasiGlobalMomentum(0.01, 0.9), 8)),
         (star, LocalSteps(QuasiGlobalMomentum(0.01, 0.8), 32)),
     ):
-        by_modes = growth(algorithm, Facts(topology))
+        by_modes = growth_of(algorithm.at_rest(), Facts(topology)).per_step
         with monkeypatch.context() as patch:
             patch.setattr(module, "_eigenvalues", lambda facts, rounds: None)
-            by_matrix = growth(algorithm, Facts(topology))
+            by_matrix = growth_of(algorithm.at_rest(), Facts(topology)).per_step
             patch.setattr(module, "DENSE_LIMIT", 0)
-            by_iteration = growth(algorithm, Facts(topology))
+            by_iteration = growth_of(algorithm.at_rest(), Facts(topology)).per_step
         assert by_modes > 1.0001
         assert by_matrix == pytest.approx(by_modes, rel=1e-9)
         assert by_iteration == pytest.approx(by_modes, rel=1e-3)

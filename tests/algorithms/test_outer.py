@@ -32,7 +32,7 @@ from shoal.algorithms import (
 )
 from shoal.algorithms.needs import Facts
 from shoal.algorithms.runs.run import steps_of
-from shoal.algorithms.stability.growth import growth
+from shoal.algorithms.stability.linear_map import growth_of
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import AllReduce, ExponentialGraph, OnePeerHypercube, RandomMatchings, Schedule, ShiftOne
 from shoal.topology.families.static import ring
@@ -243,7 +243,7 @@ def test_outer_momentum_is_refused_exactly_where_pairs_would_diverge(
     algorithm = kind(INNER, EVERY, **fields)
     ended = steps_of(algorithm, START, torch.zeros_like, StackedMix(topology), 800 * EVERY).x
     assert (ended - ended.mean(0)).norm() > 1e6 if refused else (ended - START.mean(0)).abs().max() < 1e-9
-    assert (growth(algorithm, Facts(topology)) > 1) == refused
+    assert (growth_of(algorithm.at_rest(), Facts(topology)).logarithm > 0) == refused
     for every, inner in ((EVERY, INNER), (10_000, AccumAdam(LR, 4))):
         made = kind(inner, every, **fields)
         if refused:
@@ -323,10 +323,11 @@ def test_gasloc_averages_like_a_heavy_ball() -> None:
     """With the best gamma for the second eigenvalue 1 - p of W, differences shrink by 1 - sqrt(p), not by 1 - p."""
     facts, second = Facts(ring(SIZE)), float(torch.linalg.eigvalsh(W)[-2])
     accelerated = 1 - (1 - second) ** 0.5
-    assert growth(GASLoC(INNER, EVERY, gamma=0.0), facts) == pytest.approx(second, abs=1e-9)
-    assert growth(GASLoC(INNER, EVERY, gamma=0.6), facts) == pytest.approx(0.78, abs=5e-3)
+    assert growth_of(GASLoC(INNER, EVERY, gamma=0.0).at_rest(), facts).per_step == pytest.approx(second, abs=1e-9)
+    assert growth_of(GASLoC(INNER, EVERY, gamma=0.6).at_rest(), facts).per_step == pytest.approx(0.78, abs=5e-3)
     best = GASLoC(INNER, EVERY, gamma=accelerated**2)
-    assert growth(best, facts) == pytest.approx(accelerated, abs=1e-6)  # a double root, so half of the digits
+    # A double root, so half of the digits.
+    assert growth_of(best.at_rest(), facts).per_step == pytest.approx(accelerated, abs=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", [DiLoCo(INNER, EVERY), SlowMo(INNER, EVERY, BETA)], ids=["DiLoCo", "SlowMo"])

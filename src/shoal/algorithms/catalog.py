@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .algorithm import Algorithm
-from .gradient_descent import GradientDescent, GradientTracking
+from .gradient_descent import DualAveraging, GradientDescent, GradientTracking
 
 CATALOG: dict[str, Entry] = {}
 
@@ -81,5 +81,11 @@ register(
         2,
         "As above, with the exchange hidden behind the gradient.",
         exact=True,
+    ),
+    Entry(
+        "dual averaging",
+        lambda: DualAveraging(0.2),
+        1,
+        "Convex objectives that are not smooth, where a rough answer will do.",
     ),
 )

@@ -46,7 +46,30 @@ def contraction(compressor: Compressor) -> Need:
 
 
 @dataclass(frozen=True)
-class ChocoSGD(Algorithm):
+class _PartOfTheWay(Algorithm):
+    """The common part of algorithms that go ``gamma`` of the way to an average of compressed messages.
+
+    Attributes:
+        keeps_copies: Sums of the neighbours' messages are kept, so W must stay the same.
+    """
+
+    lr: float
+    gamma: float
+    compressor: Compressor
+    keeps_copies: ClassVar[bool] = True
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        static = (STATIC_COPIES,) if self.keeps_copies else ()
+        averages = dies_out(self, by_part_of_the_way(self.gamma))
+        return DOUBLY_STOCHASTIC, SYMMETRIC, *static, CONNECTED, averages, contraction(self.compressor)
+
+    def at_rest(self) -> Algorithm:
+        return Gossip(self.gamma)
+
+
+@dataclass(frozen=True)
+class ChocoSGD(_PartOfTheWay):
     """Every agent keeps a public copy ``h`` of each neighbour, and sends the compressed difference from its own copy.
 
     ``y = x - lr g(x)``, ``q = C(y - h)``, ``h+ = h + q``, ``x+ = y + gamma (W - I) h+`` (Koloskova, Stich, Jaggi 2019,
@@ -60,20 +83,9 @@ class ChocoSGD(Algorithm):
         compressor: A contraction.
     """
 
-    lr: float
-    gamma: float
-    compressor: Compressor
     source: ClassVar[str] = "Koloskova, Stich, Jaggi 2019, arXiv:1902.00340, algorithms 2 and 5"
     one_gradient: ClassVar[bool] = True
     separable: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        averages = dies_out(self, by_part_of_the_way(self.gamma))
-        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, averages, contraction(self.compressor)
-
-    def at_rest(self) -> Algorithm:
-        return Gossip(self.gamma)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return torch.zeros_like(x), torch.zeros_like(x)
@@ -87,7 +99,7 @@ class ChocoSGD(Algorithm):
 
 
 @dataclass(frozen=True)
-class DeepSqueeze(Algorithm):
+class DeepSqueeze(_PartOfTheWay):
     """Compresses the parameters themselves, and adds the error of each message to the next.
 
     ``y = x - lr g(x)``, ``v = y + e``, ``c = C(v)``, ``e+ = v - c``, ``x+ = y + gamma (W - I) c`` (Tang et al. 2019,
@@ -100,20 +112,10 @@ class DeepSqueeze(Algorithm):
         compressor: A contraction.
     """
 
-    lr: float
-    gamma: float
-    compressor: Compressor
     source: ClassVar[str] = "Tang et al. 2019, arXiv:1907.07346, algorithm 1"
     one_gradient: ClassVar[bool] = True
     separable: ClassVar[bool] = True
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        averages = dies_out(self, by_part_of_the_way(self.gamma))
-        return DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED, averages, contraction(self.compressor)
-
-    def at_rest(self) -> Algorithm:
-        return Gossip(self.gamma)
+    keeps_copies: ClassVar[bool] = False
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return (torch.zeros_like(x),)
@@ -127,7 +129,7 @@ class DeepSqueeze(Algorithm):
 
 
 @dataclass(frozen=True)
-class BEER(Algorithm):
+class BEER(_PartOfTheWay):
     """Exact, however different the agents' objectives are, with messages of a fraction of the parameters.
 
     Parameters ``x`` and trackers ``v`` each have public copies, ``h`` and ``k``, which change by the sent messages::
@@ -144,18 +146,7 @@ class BEER(Algorithm):
         compressor: A contraction.
     """
 
-    lr: float
-    gamma: float
-    compressor: Compressor
     source: ClassVar[str] = "Zhao et al. 2022, arXiv:2201.13320, algorithm 1"
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        averages = dies_out(self, by_part_of_the_way(self.gamma))
-        return DOUBLY_STOCHASTIC, SYMMETRIC, STATIC_COPIES, CONNECTED, averages, contraction(self.compressor)
-
-    def at_rest(self) -> Algorithm:
-        return Gossip(self.gamma)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         g, zero = grad(x), torch.zeros_like(x)

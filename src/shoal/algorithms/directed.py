@@ -14,7 +14,7 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
-from .gradient_descent import check_semi
+from .gradient_descent import Average, GradientTracking
 from .mix import Mix
 from .needs import Need, connected
 from .stability.growth import by_self_weights, dies_out
@@ -126,7 +126,7 @@ class PushDIGing(_Shared):
 
 
 @dataclass(frozen=True)
-class PushPull(Algorithm):
+class PushPull(GradientTracking):
     """Exact on directed graphs, however different the objectives are, and without a division by small weights.
 
     ``x+ = R (x - lr y)``, ``y+ = C (y + g(x+) - g(x))``, ``y = g`` at first: both lines adapt, then combine, as in
@@ -145,15 +145,9 @@ class PushPull(Algorithm):
         ValueError: ``semi`` without ``atc``.
     """
 
-    lr: float
-    atc: bool = True
-    semi: bool = False
     source: ClassVar[str] = (
         "after Pu, Shi, Xu, Nedic 2020, arXiv:1810.06653, whose own is `semi`; AB: Xin, Khan 2018, arXiv:1803.02503"
     )
-
-    def __post_init__(self) -> None:
-        check_semi(self.atc, self.semi)
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -164,16 +158,8 @@ class PushPull(Algorithm):
             dies_out(self, by_self_weights("push")),
         )
 
-    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
-        g = grad(x)
-        return g, g
-
-    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
-        y, g = state
-        x = mix.pull(x - self.lr * y) if self.atc else mix.pull(x) - self.lr * y
-        new = grad(x)
-        y = mix.push(y + new - g) if self.atc and not self.semi else mix.push(y) + new - g
-        return x, (y, new)
+    def _averages(self, mix: Mix) -> tuple[Average, Average]:
+        return mix.pull, mix.push
 
 
 register(

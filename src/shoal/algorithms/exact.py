@@ -15,10 +15,8 @@ from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .gradient_descent import Prox
 from .mix import Mix
-from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Facts, Need
+from .needs import FIXED_AND_SYMMETRIC, Facts, Need
 from .stability.growth import by_signs, dies_out
-
-FIXED_AND_SYMMETRIC = (STATIC, DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED)
 
 MARGIN = 1e-3
 """Above -1/3. A difference along an eigenvector there fades in ``1 / (9/4 margin)`` steps, 444 of them."""

@@ -24,15 +24,15 @@ from ..runtime.agent import current
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
 from .algorithm import Algorithm, Gradient, check_is_algorithm, warn_of_undeclared_needs
-from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
+from .mix import COUNTERPARTS, EVERYBODY, MACHINE
 from .needs import check
 from .runs.conditions import Conditions
 from .runs.run import Measure, Run, steps_of
-from .runs.unreliable_mix import under
+from .runs.unreliable_mix import CarriesMessages, under
 from .schedule_weights import AgentSchedule, Form, Ranks, RoundWeights
 
 
-class Exchange(Mix):
+class Exchange(CarriesMessages):
     """The methods of :class:`Mix` by Shoal's operations, called by one agent.
 
     Args:

@@ -1,12 +1,14 @@
-"""Decentralized gradient descent along the agent's own gradient, and gradient tracking along an estimate of the mean.
+"""Decentralized gradient descent along the agent's own gradient, gradient tracking, and dual averaging.
 
-With gradient tracking each agent keeps, beside its parameters, an estimate of all agents' mean gradient.
+With gradient tracking each agent keeps, beside its parameters, an estimate of all agents' mean gradient. In dual
+averaging agents average the sums of their gradients, and compute the parameters from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import ClassVar
 
 import torch
@@ -14,10 +16,12 @@ import torch
 from .algorithm import Algorithm, Gradient, State
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, Need
-from .stability.growth import by_self_weights, dies_out
+from .stability.growth import Gossip, by_self_weights, dies_out
 
 Prox = Callable[[torch.Tensor], torch.Tensor]
 """A proximal operator: x to a tensor of its shape."""
+Average = Callable[[torch.Tensor], torch.Tensor]
+"""One of the averages of a :class:`Mix`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,8 @@ class GradientTracking(Algorithm):
     )
 
     def __post_init__(self) -> None:
-        check_semi(self.atc, self.semi)
+        if self.semi and not self.atc:
+            raise ValueError("semi=True is adapt, then combine, for x alone: leave atc=True, or leave semi out")
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -125,12 +130,61 @@ class GradientTracking(Algorithm):
 
     def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
         y, g = state
-        x = mix(x - self.lr * y) if self.atc else mix(x) - self.lr * y
+        pull, push = self._averages(mix)
+        x = pull(x - self.lr * y) if self.atc else pull(x) - self.lr * y
         new = grad(x)
-        y = mix(y + new - g) if self.atc and not self.semi else mix(y) + new - g
+        y = push(y + new - g) if self.atc and not self.semi else push(y) + new - g
         return x, (y, new)
 
+    def _averages(self, mix: Mix) -> tuple[Average, Average]:
+        """The averages of x and of y: both W."""
+        return mix, mix
 
-def check_semi(atc: bool, semi: bool) -> None:
-    if semi and not atc:
-        raise ValueError("semi=True is adapt, then combine, for x alone: leave atc=True, or leave semi out")
+
+@dataclass(frozen=True)
+class DualAveraging(Algorithm):
+    """Distributed dual averaging, with ``|x|^2 / 2`` for the proximal function.
+
+    ``z+ = W z + g(x)``, ``x+ = -alpha_t z+``, with ``z = 0`` at first and ``alpha_t = lr / sqrt(t)`` in step
+    t = 1, 2, ...; the estimate is the mean of all ``x+`` so far (Duchi, Agarwal, Wainwright 2012, arXiv:1005.2012).
+
+    Made for convex objectives that need not be smooth: the estimate's objective nears the optimum as ``1 / sqrt(t)``,
+    however different the agents' are. Of where the agents begin, only the first gradient knows. The gradient is taken
+    at ``x``, which is not the estimate, so around a wrapped optimizer it needs a closure. State: ``z`` and the mean, as
+    ``x``.
+
+    Args:
+        lr: The first step.
+    """
+
+    lr: float
+    source: ClassVar[str] = "Duchi, Agarwal, Wainwright 2012, arXiv:1005.2012"
+    one_gradient: ClassVar[bool] = True
+    from_x: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, by_self_weights())
+
+    def at_rest(self) -> Algorithm:
+        return Gossip()
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return torch.zeros_like(x), x
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        z, mean = state
+        t = mix.round + 1
+        z = mix(z) + grad(x)
+        x = -self.lr / sqrt(t) * z
+        return x, (z, mean + (x - mean) / t)
+
+    def estimate(self, x: torch.Tensor, state: State) -> torch.Tensor:
+        return state[1]
+
+
+def per_step(change: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
+    """``change / lr``; nothing where the step is zero, since then no gradient has had a part in it."""
+    if isinstance(lr, torch.Tensor):
+        return torch.where(lr == 0, 0, change / torch.where(lr == 0, 1, lr))
+    return change / lr if lr else torch.zeros_like(change)

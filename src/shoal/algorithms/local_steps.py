@@ -1,13 +1,18 @@
-"""Less frequent exchanges, and occasional exchanges of all agents: the same algorithm over another ``mix``.
+"""Less frequent exchanges, and occasional exchanges of all agents.
 
-Both wrappers change what the algorithm's W is from step to step, so they take any algorithm that allows W to change.
-They compose: ``LocalSteps(GossipPGA(GradientDescent(lr), every=1), every=16)`` is Local SGD, which takes 16 steps alone
-and then the mean of all (Stich 2018, arXiv:1805.09767).
+Two wrappers change what an algorithm's W is from step to step, so they take any algorithm that allows W to change. They
+compose: ``LocalSteps(GossipPGA(GradientDescent(lr), every=1), every=16)`` is Local SGD, which takes 16 steps alone and
+then the mean of all (Stich 2018, arXiv:1805.09767).
+
+Under :class:`LocalSteps` an algorithm's memory waits for the next exchange. :class:`KGT` and :class:`LED` use it in
+every local step, as a correction, so that agents whose data differ do not drift apart between two exchanges. A step of
+theirs is one gradient, and every ``every``-th step ends with an exchange.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -15,14 +20,12 @@ from typing import Any, ClassVar
 import torch
 
 from ..compression import Compressor
-from ..compression.draws import HashStream
-from ..ops.robust import Robust
-from .algorithm import Algorithm, Gradient
+from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
-from .gradient_descent import GradientDescent, GradientTracking
-from .mix import EVERYBODY, Mix
-from .needs import LINKS, STATIC, TREE, Need
-from .stability.growth import with_wrapper
+from .gradient_descent import GradientDescent, GradientTracking, per_step
+from .mix import Mix, Quiet, Through
+from .needs import CONNECTED, DOUBLY_STOCHASTIC, FIXED_AND_SYMMETRIC, LINKS, STATIC, TREE, Need
+from .stability.growth import by_self_weights, dies_out, with_wrapper
 
 
 def check_wrapped(wrapper: Algorithm, algorithm: Algorithm, every: int) -> None:
@@ -64,14 +67,15 @@ def layers(algorithm: Algorithm) -> Iterator[Algorithm]:
 
 
 @dataclass(frozen=True)
-class _Sometimes(Algorithm):
-    """The common part of the wrappers: everything except ``mix`` is the algorithm's."""
+class Wrapper(Algorithm):
+    """The common part of algorithms over another one: what they do not define themselves is the algorithm's.
+
+    Attributes:
+        own_state: Tensors of the wrapper's own, with which the state begins; the rest is the algorithm's.
+    """
 
     algorithm: Algorithm
-    every: int
-
-    def __post_init__(self) -> None:
-        check_wrapped(self, self.algorithm, self.every)
+    own_state: ClassVar[int] = 0
 
     @property
     def one_gradient(self) -> bool:  # type: ignore[override]
@@ -88,11 +92,24 @@ class _Sometimes(Algorithm):
     def at_rest(self) -> Algorithm:
         return replace(self, algorithm=self.algorithm.at_rest())
 
+    def cycle(self, rounds: int) -> int:
+        return self.algorithm.cycle(rounds)
+
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
         return self.algorithm.init(x, grad, mix)
 
     def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
-        return self.algorithm.estimate(x, state)
+        return self.algorithm.estimate(x, state[self.own_state :] if self.own_state else state)
+
+
+@dataclass(frozen=True)
+class _Sometimes(Wrapper):
+    """The common part of the wrappers that change ``mix`` in some steps."""
+
+    every: int
+
+    def __post_init__(self) -> None:
+        check_wrapped(self, self.algorithm, self.every)
 
 
 @dataclass(frozen=True)
@@ -156,114 +173,6 @@ class GossipPGA(_Sometimes):
         return self.algorithm.step(x, state, grad, _Everybody(mix) if everybody else mix)
 
 
-class Through(Mix):
-    """Another's verbs, under the number of the step at which it was made."""
-
-    def __init__(self, mix: Mix) -> None:
-        super().__init__(mix.seed)
-        self._mix, self.size, self.round, self.step = mix, mix.size, mix.round, mix.step
-
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self._mix(x, nbytes=nbytes, speaks=speaks)
-
-    def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
-        return self._mix.robust(x, rule)
-
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mix.pull(x)
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mix.push(x)
-
-    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
-        return self._mix.average(x, group)
-
-    def share(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mix.share(x)
-
-    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self._mix.whole(share, x)
-
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mix.spread(x)
-
-    def gather(self, messages: torch.Tensor) -> torch.Tensor:
-        return self._mix.gather(messages)
-
-    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._mix.by_agent(rows)
-
-    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
-        return self._mix.by_link(rows, r)
-
-    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
-        return self._mix.edges(messages, nbytes=nbytes)
-
-    def sign(self, like: torch.Tensor) -> torch.Tensor:
-        return self._mix.sign(like)
-
-    def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._mix.compressed(x, compressor)
-
-    def uniform(self, like: torch.Tensor) -> torch.Tensor:
-        return self._mix.uniform(like)
-
-    def stream(self, like: torch.Tensor) -> HashStream:
-        return self._mix.stream(like)
-
-    def _agents(self, like: torch.Tensor) -> torch.Tensor:
-        return self._mix._agents(like)
-
-
-class InItsRound(Through):
-    """Another's verbs, in the round of that one: an algorithm with rounds of its own sets the topology's round."""
-
-    def __init__(self, mix: Mix) -> None:
-        self._mix, round_ = mix, mix.round
-        super().__init__(mix)  # which begins with round 0
-        self.round = round_
-
-    @property
-    def round(self) -> int:
-        return self._mix.round
-
-    @round.setter
-    def round(self, round_: int) -> None:
-        self._mix.round = round_
-
-
-class Quiet(Through):
-    """W = I, and nothing is sent. A new tensor each time, as of any exchange."""
-
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return x.clone()
-
-    def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
-        return Mix.compressed(self, x, compressor)
-
-    def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
-        return x.clone()
-
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
-        return x.clone()
-
-    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
-        raise ValueError(
-            "between exchanges no neighbour sends a message, and this algorithm needs one from each. "
-            "LocalSteps takes algorithms that communicate by averages."
-        )
-
-
 class _Everybody(Through):
     """W = 1 1^T / n, which is its own row- and column-stochastic form."""
 
@@ -280,6 +189,121 @@ class _Everybody(Through):
 
     def push(self, x: torch.Tensor) -> torch.Tensor:
         return self._mix.average(x)
+
+
+@dataclass(frozen=True)
+class _Corrected(Algorithm):
+    """The common part: rounds of ``every`` steps; the k-th exchange uses round k of the topology."""
+
+    lr: float
+    every: int
+    one_gradient: ClassVar[bool] = True
+    separable: ClassVar[bool] = True
+    own_rounds: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: pass the steps of a round, at least 1")
+
+    def cycle(self, rounds: int) -> int:
+        return self.every * rounds
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        x = x - self.lr * grad(x) - self._correction(state)
+        if (mix.round + 1) % self.every:
+            return x, state
+        with mix.at_round(mix.round // self.every):
+            return self._exchange(x, state, mix)
+
+    @abstractmethod
+    def _correction(self, state: State) -> torch.Tensor:
+        """What a local step subtracts beside ``lr g(x)``."""
+
+    @abstractmethod
+    def _exchange(self, x: torch.Tensor, state: State, mix: Mix) -> tuple[torch.Tensor, State]:
+        """The end of a round, from ``x`` after its last local step."""
+
+
+@dataclass(frozen=True)
+class KGT(_Corrected):
+    """K-GT: gradient tracking with local steps, on any doubly stochastic mixing, also one that changes.
+
+    A round of K = ``every`` steps from ``x0``: ``x+ = x - lr (g(x) + c)``. At its end ``z = (x0 - x) / (K lr)``,
+    ``c+ = c - z + W z`` and ``x+ = W (x0 - outer_lr K lr z)``. At first ``c = mean(g) - g``, the mean over all agents
+    (Liu, Lin, Koloskova, Stich 2023, arXiv:2301.01313, algorithm 1). If ``lr`` changes in a round, z has its last.
+
+    Exact, however different the agents' objectives are. Sends twice the parameters in a round. State: ``c`` and ``x0``,
+    as ``x``.
+
+    Args:
+        lr: The local step, eta_c in the paper.
+        every: Steps of a round, K in the paper.
+        outer_lr: The part of a round's change that is taken over, eta_s in the paper.
+
+    Raises:
+        ValueError: ``every`` is no count.
+    """
+
+    outer_lr: float = 1.0
+    source: ClassVar[str] = "Liu, Lin, Koloskova, Stich 2023, arXiv:2301.01313, algorithm 1"
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return DOUBLY_STOCHASTIC, CONNECTED, dies_out(self, by_self_weights())
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        g = grad(x)
+        return mix.average(g) - g, x
+
+    def _correction(self, state: State) -> torch.Tensor:
+        return self.lr * state[0]
+
+    def _exchange(self, x: torch.Tensor, state: State, mix: Mix) -> tuple[torch.Tensor, State]:
+        c, begun = state
+        moved = begun - x
+        z = per_step(moved, self.every * self.lr)
+        c = c - z + mix(z)
+        x = mix(begun - self.outer_lr * moved)
+        return x, (c, x)
+
+
+@dataclass(frozen=True)
+class LED(_Corrected):
+    """Local exact diffusion: one message in a round, on one symmetric W.
+
+    A round of K = ``every`` steps: ``x+ = x - lr g(x) - beta y``. At its end ``x+ = W x`` and ``y+ = y + x - W x``;
+    ``y = 0`` at first (Alghunaim 2023, arXiv:2302.00620, equations 2a to 2c). With K = 1 and ``beta = 1`` it is
+    :class:`~shoal.algorithms.ExactDiffusion`.
+
+    Exact, however different the agents' objectives are. State: ``y``, as ``x``.
+
+    Args:
+        lr: The local step, alpha in the paper.
+        every: Steps of a round, tau in the paper.
+        beta: The part of ``y`` in a local step; ``1 / every`` if not given, so that a round subtracts ``y`` once. A
+            smaller one tolerates eigenvalues of W nearer to -1.
+
+    Raises:
+        ValueError: ``every`` is no count.
+    """
+
+    beta: float | None = None
+    source: ClassVar[str] = "Alghunaim 2023, arXiv:2302.00620, eqs. 2a to 2c"
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return *FIXED_AND_SYMMETRIC, dies_out(self)
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return (torch.zeros_like(x),)
+
+    def _correction(self, state: State) -> torch.Tensor:
+        return (1 / self.every if self.beta is None else self.beta) * state[0]
+
+    def _exchange(self, x: torch.Tensor, state: State, mix: Mix) -> tuple[torch.Tensor, State]:
+        (y,) = state
+        mixed = mix(x)
+        return mixed, (y + x - mixed,)
 
 
 register(
@@ -307,5 +331,19 @@ register(
         lambda: LocalSteps(GossipPGA(GradientDescent(0.05), every=1), every=5),
         1 / 10,
         "Slow networks with a good all-reduce. The topology only gives the agents that take part.",
+    ),
+    Entry(
+        "K-GT",
+        lambda: KGT(0.005, every=2),
+        2 / 2,
+        "Slow networks, and data that differ between agents: local steps that do not drift apart.",
+        exact=True,
+    ),
+    Entry(
+        "local exact diffusion (LED)",
+        lambda: LED(0.02, every=5),
+        1 / 5,
+        "As above for half the messages, on one undirected graph.",
+        exact=True,
     ),
 )

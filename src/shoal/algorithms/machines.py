@@ -12,8 +12,7 @@ from ..topology._edges import Edges, assemble
 from ..topology.families.compose import Idle, Kronecker
 from ..topology.schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
 from .algorithm import Algorithm, Gradient, State
-from .local_steps import InItsRound
-from .mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
+from .mix import COUNTERPARTS, EVERYBODY, MACHINE, InItsRound, Mix
 from .needs import Facts, Need
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -117,6 +117,10 @@ class Mix(ABC):
         """
         raise TypeError(f"{type(self).__name__} has linear averages only, and {rule} is none")
 
+    def _refuse(self, verb: str) -> NoReturn:
+        """Raise TypeError: this exchange lacks a verb. Each of those below but ``pull`` and ``push`` may be lacking."""
+        raise TypeError(f"{type(self).__name__} has no {verb}, which this algorithm uses")
+
     @abstractmethod
     def pull(self, x: torch.Tensor) -> torch.Tensor:
         """``R x``, R row-stochastic on this round's edges: W itself if it is, else uniform over self and sources."""
@@ -125,48 +129,48 @@ class Mix(ABC):
     def push(self, x: torch.Tensor) -> torch.Tensor:
         """``C x``, C column-stochastic on this round's edges: W itself if it is, else each sender shares equally."""
 
-    @abstractmethod
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         """The mean over a group: ``"all"`` agents, the agents of the ``"machine"``, or the ``"counterparts"``, which
         have the same position on their machines.
         """
+        self._refuse("average")
 
-    @abstractmethod
     def share(self, x: torch.Tensor) -> torch.Tensor:
         """The agent's share of a tensor that all of its machine have: ``[n, d]`` to ``[n, d / agents of a machine]``,
         ``[d]`` to ``[about as many]``."""
+        self._refuse("share")
 
-    @abstractmethod
     def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """The shares of a machine's agents, on all of them, in the shape of ``x``, which keeps its values for the share
         of a lost agent.
         """
+        self._refuse("whole")
 
-    @abstractmethod
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """The agent's own row for each neighbour: ``[n, d]`` to ``[links, d]``, ``[d]`` to ``[deg, d]``."""
+        self._refuse("spread")
 
-    @abstractmethod
     def gather(self, messages: torch.Tensor) -> torch.Tensor:
         """The sum of an agent's rows: ``[links, d]`` to ``[n, d]``, ``[deg, d]`` to ``[d]``."""
+        self._refuse("gather")
 
-    @abstractmethod
     def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of an agent's links below each other: ``[links, r, m]`` to ``[n, k r, m]``, where k is the highest
         number of neighbours and agents with fewer have zeros, ``[deg, r, m]`` to ``[1, deg r, m]``.
         """
+        self._refuse("by_agent")
 
-    @abstractmethod
     def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
         """The inverse of :meth:`by_agent`."""
+        self._refuse("by_link")
 
-    @abstractmethod
     def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
         """Send each neighbour its row, and have in its place what the neighbour sent. Same shape."""
+        self._refuse("edges")
 
-    @abstractmethod
     def sign(self, like: torch.Tensor) -> torch.Tensor:
         """+1 for each row of ``edges`` where the agent's rank is below the neighbour's, else -1: ``[links, 1]``."""
+        self._refuse("sign")
 
     @abstractmethod
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
@@ -214,3 +218,111 @@ class Mix(ABC):
         """The numbers of :meth:`uniform`, one range at a time; it counts as a call of :meth:`uniform`."""
         self._draws += 1
         return drawn(self.seed, self.step, self._draws, self._agents(like), like)
+
+
+class Through(Mix):
+    """Another's verbs, under the number of the step at which it was made."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__(mix.seed)
+        self._mix, self.size, self.round, self.step = mix, mix.size, mix.round, mix.step
+
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._mix(x, nbytes=nbytes, speaks=speaks)
+
+    def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
+        return self._mix.robust(x, rule)
+
+    def pull(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.pull(x)
+
+    def push(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.push(x)
+
+    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
+        return self._mix.average(x, group)
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.share(x)
+
+    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.whole(share, x)
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        return self._mix.spread(x)
+
+    def gather(self, messages: torch.Tensor) -> torch.Tensor:
+        return self._mix.gather(messages)
+
+    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._mix.by_agent(rows)
+
+    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
+        return self._mix.by_link(rows, r)
+
+    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+        return self._mix.edges(messages, nbytes=nbytes)
+
+    def sign(self, like: torch.Tensor) -> torch.Tensor:
+        return self._mix.sign(like)
+
+    def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._mix.compressed(x, compressor)
+
+    def uniform(self, like: torch.Tensor) -> torch.Tensor:
+        return self._mix.uniform(like)
+
+    def stream(self, like: torch.Tensor) -> HashStream:
+        return self._mix.stream(like)
+
+    def _agents(self, like: torch.Tensor) -> torch.Tensor:
+        return self._mix._agents(like)
+
+
+class InItsRound(Through):
+    """Another's verbs, in the round of that one: an algorithm with rounds of its own sets the topology's round."""
+
+    def __init__(self, mix: Mix) -> None:
+        self._mix, round_ = mix, mix.round
+        super().__init__(mix)  # which begins with round 0
+        self.round = round_
+
+    @property
+    def round(self) -> int:
+        return self._mix.round
+
+    @round.setter
+    def round(self, round_: int) -> None:
+        self._mix.round = round_
+
+
+class Quiet(Through):
+    """W = I, and nothing is sent. A new tensor each time, as of any exchange."""
+
+    def __call__(
+        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return x.clone()
+
+    def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
+        return Mix.compressed(self, x, compressor)
+
+    def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
+        return x.clone()
+
+    def pull(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    def push(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
+        return x.clone()
+
+    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
+        raise ValueError(
+            "between exchanges no neighbour sends a message, and this algorithm needs one from each. "
+            "LocalSteps takes algorithms that communicate by averages."
+        )

@@ -7,7 +7,7 @@ The moments of :class:`AccumAdam` are those of the mean of several gradients, fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +15,11 @@ import torch
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion
-from .gradient_descent import GradientDescent
-from .local_steps import GossipPGA, LocalSteps
+from .gradient_descent import GradientDescent, per_step
+from .local_steps import GossipPGA, LocalSteps, Wrapper
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need
-from .stability.growth import Gossip, by_self_weights, by_signs, dies_out, with_wrapper
+from .stability.growth import Gossip, by_self_weights, by_signs, dies_out
 
 
 def require_one_gradient(name: str, algorithm: Algorithm) -> None:
@@ -38,7 +38,7 @@ def require_one_gradient(name: str, algorithm: Algorithm) -> None:
 
 
 @dataclass(frozen=True)
-class Momentum(Algorithm):
+class Momentum(Wrapper):
     """Local momentum for any algorithm with ``one_gradient``: each agent's own, and nothing more is sent.
 
     ``m+ = beta m + g(x)``, and the algorithm sees ``m+`` for its gradient; with Nesterov's, ``g(x) + beta m+``. Over
@@ -61,7 +61,6 @@ class Momentum(Algorithm):
         ValueError: ``beta`` is out of its range, or it is to look ahead dampened.
     """
 
-    algorithm: Algorithm
     beta: float
     nesterov: bool = False
     dampened: bool = False
@@ -69,27 +68,13 @@ class Momentum(Algorithm):
         "over GradientDescent: Yuan et al. 2021, arXiv:2104.11981, DmSGD; `dampened`, over ExactDiffusion: Hu et al. "
         "2025, arXiv:2501.19082, EDM"
     )
-    one_gradient: ClassVar[bool] = True
+    own_state: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         require_one_gradient("Momentum", self.algorithm)
         check_beta(self.beta)
         if self.nesterov and self.dampened:
             raise ValueError("nesterov=True, dampened=True: Nesterov's momentum is not dampened; choose one")
-
-    @property
-    def separable(self) -> bool:  # type: ignore[override]
-        return self.algorithm.separable
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        return with_wrapper(self, self.algorithm.needs)
-
-    def at_rest(self) -> Algorithm:
-        return replace(self, algorithm=self.algorithm.at_rest())
-
-    def cycle(self, rounds: int) -> int:
-        return self.algorithm.cycle(rounds)
 
     def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
         return torch.zeros_like(x), *self.algorithm.init(x, grad, mix)
@@ -101,9 +86,6 @@ class Momentum(Algorithm):
         direction = g + self.beta * m if self.nesterov else m
         x, after = self.algorithm.step(x, tuple(inner), Gradient(lambda _: direction), mix)
         return x, (m, *after)
-
-    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
-        return self.algorithm.estimate(x, state[1:])
 
 
 @dataclass(frozen=True)
@@ -266,13 +248,6 @@ class MomentumTracking(_OneMomentum):
         m, c = state
         m = self.beta * m + grad(x)
         return mix(x) - self.lr * (m - c), (m, mix(c - m) + m)
-
-
-def per_step(change: torch.Tensor, lr: float | torch.Tensor) -> torch.Tensor:
-    """``change / lr``; nothing where the step is zero, since then no gradient has had a part in it."""
-    if isinstance(lr, torch.Tensor):
-        return torch.where(lr == 0, 0, change / torch.where(lr == 0, 1, lr))
-    return change / lr if lr else torch.zeros_like(change)
 
 
 def check_beta(share: float, name: str = "beta") -> None:

@@ -12,9 +12,9 @@ from typing import Literal
 import networkx as nx
 import numpy as np
 
-from ..topology._edges import Neighbours, distinct
-from ..topology.schedule import Schedule, as_schedule
-from .schedule_weights import TOLERANCE, Ranks, RoundWeights, ScheduleWeights
+from ..topology.healing import parts_of
+from ..topology.schedule import Edges, Schedule, as_schedule
+from .schedule_weights import TOLERANCE, RoundWeights, ScheduleWeights
 
 LOOKED_AT = 64
 """Rounds of a schedule that are checked when its period is longer, or when it has none."""
@@ -149,13 +149,12 @@ Edge = Literal["mix", "pull", "push", "link"]
 
 
 def _connected(facts: Facts, edge: Edge) -> str:
-    rounds = range(facts.looked_at)
-    hops = [_hops(facts.rounds[number], edge) for number in rounds]
+    hops = [_hops(facts.rounds[number], edge) for number in range(facts.looked_at)]
     if all(steps is not None for steps in hops):
         # Hops reach the multiples of the greatest common divisor of the hops and the number of agents.
         parts = gcd(facts.size, *(hop for steps in hops if steps is not None for hop in steps))
     else:
-        parts = _parts(facts, rounds, edge)
+        parts = _parts(facts, edge)
     return "" if parts == 1 else f"its agents fall into {parts} parts that do not all hear of each other"
 
 
@@ -166,27 +165,13 @@ def _hops(weights: RoundWeights, edge: Edge) -> list[int] | None:
     return None if shares is None else [hop for hop, share in shares.items() if share]
 
 
-def _parts(facts: Facts, rounds: range, edge: Edge) -> int:
-    seen = np.empty(0, np.int64)
-    for number in rounds:
+def _parts(facts: Facts, edge: Edge) -> int:
+    def edges(number: int) -> Edges:
         weights = facts.rounds[number]
-        keys = weights.source * facts.size + weights.destination
-        here = keys if edge == "link" else keys[getattr(weights, edge) != 0]
-        seen = distinct(np.concatenate([seen, here]))
-        # After 1, 2, 4, ... rounds: each check costs as much as all earlier ones.
-        if (number & (number + 1) == 0 or number + 1 == len(rounds)) and _reaches_all(facts.size, seen):
-            return 1
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(facts.size))
-    graph.add_edges_from(zip((seen // facts.size).tolist(), (seen % facts.size).tolist(), strict=True))
-    return int(nx.number_strongly_connected_components(graph))
+        used = np.ones(len(weights.source)) if edge == "link" else getattr(weights, edge)
+        return Edges(weights.destination, weights.source, used)
 
-
-def _reaches_all(size: int, edges: Ranks) -> bool:
-    """There is a path from agent 0 to every agent, and back; ``edges`` are ``source * size + destination``."""
-    source, destination = edges // size, edges % size
-    ways = ((source, destination), (destination, source))
-    return all((Neighbours(size, *ends).hops_from(0) >= 0).all() for ends in ways)
+    return len(np.unique(parts_of(facts.size, facts.looked_at, edges, range(facts.size))))
 
 
 @cache
@@ -216,6 +201,7 @@ SYMMETRIC = Need(
 STATIC = Need("static", _static, "Take a static graph, or GradientTracking, which allows W to change.")
 LINKS = Need("links both ways", _links, "Take an undirected graph.")
 TREE = Need("spanning tree", _tree, "Take shoal.topology.SpanningTreeGraph or ChainGraph.")
+FIXED_AND_SYMMETRIC = (STATIC, DOUBLY_STOCHASTIC, SYMMETRIC, CONNECTED)
 
 
 def problems(needs: Iterable[Need], facts: Facts) -> Iterator[tuple[Need, str]]:

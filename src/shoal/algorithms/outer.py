@@ -18,23 +18,23 @@ import torch
 
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
-from .gradient_descent import GradientDescent
-from .local_steps import GossipPGA, LocalSteps, Quiet, check_wrapped, layers
-from .mix import Mix
-from .momentum import check_beta, per_step
+from .gradient_descent import GradientDescent, per_step
+from .local_steps import GossipPGA, LocalSteps, Wrapper, check_wrapped, layers
+from .mix import Mix, Quiet
+from .momentum import check_beta
 from .needs import CONNECTED, CONNECTED_LINKS, DOUBLY_STOCHASTIC, Facts, Need
-from .stability.growth import dies_out, with_wrapper
+from .stability.growth import dies_out
 
 
 @dataclass(frozen=True)
-class _Outer(Algorithm):
+class _Outer(Wrapper):
     """The common part of SlowMo and DiLoCo: rounds of ``every`` steps that end with the mean of all, and a state of
     them.
     """
 
-    algorithm: Algorithm
     every: int
     own_rounds: ClassVar[bool] = True
+    own_state: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         _check_wrapped(self, self.algorithm, self.every)
@@ -43,21 +43,6 @@ class _Outer(Algorithm):
     def _base(self) -> Algorithm:
         """Local SGD, if the algorithm is gradient descent."""
         return LocalSteps(GossipPGA(self.algorithm, every=1), self.every)
-
-    @property
-    def one_gradient(self) -> bool:  # type: ignore[override]
-        return self.algorithm.one_gradient
-
-    @property
-    def separable(self) -> bool:  # type: ignore[override]
-        return self.algorithm.separable
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        return with_wrapper(self, self.algorithm.needs)
-
-    def at_rest(self) -> Algorithm:
-        return replace(self, algorithm=self.algorithm.at_rest())
 
     def cycle(self, rounds: int) -> int:
         return math.lcm(self.every, self._base.cycle(rounds))
@@ -78,9 +63,6 @@ class _Outer(Algorithm):
         """The new ``x`` and ``u``, from ``x`` at the begin of the round and the change of its steps (``moved``) as the
         gradient.
         """
-
-    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
-        return self.algorithm.estimate(x, state[2:])
 
 
 @dataclass(frozen=True)
@@ -121,9 +103,7 @@ class SlowMo(_Outer):
 
     @cached_property
     def _base(self) -> Algorithm:
-        if self.gossip:
-            return GossipPGA(self.algorithm, self.every)
-        return LocalSteps(GossipPGA(self.algorithm, every=1), self.every)
+        return GossipPGA(self.algorithm, self.every) if self.gossip else super()._base
 
     def scaled(self, by: float | torch.Tensor) -> Algorithm | None:
         inner = self.algorithm.scaled(by)

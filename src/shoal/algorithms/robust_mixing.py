@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-import numpy as np
 import torch
 
 from ..compression import Compressor
 from ..ops.robust import Robust
 from ..topology.schedule import AnyTopology, Schedule
 from .algorithm import Algorithm, Gradient
-from .local_steps import InItsRound
-from .mix import EVERYBODY, Mix
+from .local_steps import Wrapper
+from .mix import EVERYBODY, InItsRound, Mix
 from .needs import Need
 from .schedule_weights import RoundWeights
 
 
 @dataclass(frozen=True)
-class RobustMixing(Algorithm):
+class RobustMixing(Wrapper):
     """The algorithm with ``mix.robust(x, rule)`` in place of every ``mix(x)``.
 
     Over ``Momentum(GradientDescent(lr), beta, dampened=True)`` with :class:`~shoal.robust.ClippedGossip` it is the
@@ -35,13 +34,9 @@ class RobustMixing(Algorithm):
         ValueError: In a step, an algorithm that communicates in another way.
     """
 
-    algorithm: Algorithm
     rule: Robust
     source: ClassVar[str] = "He, Karimireddy, Jaggi 2022, arXiv:2202.01545"
-
-    @property
-    def one_gradient(self) -> bool:  # type: ignore[override]
-        return self.algorithm.one_gradient
+    separable: ClassVar[bool] = False
 
     @property
     def own_rounds(self) -> bool:  # type: ignore[override]
@@ -50,9 +45,6 @@ class RobustMixing(Algorithm):
     @property
     def needs(self) -> tuple[Need, ...]:
         return (*self.algorithm.needs, _enough_neighbours(self.rule))
-
-    def cycle(self, rounds: int) -> int:
-        return self.algorithm.cycle(rounds)
 
     def at_rest(self) -> Algorithm:
         return self.algorithm.at_rest()
@@ -66,15 +58,11 @@ class RobustMixing(Algorithm):
     def step(self, x: torch.Tensor, state: Any, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, Any]:
         return self.algorithm.step(x, state, grad, _ByRule(mix, self.rule))
 
-    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
-        return self.algorithm.estimate(x, state)
-
 
 def _enough_neighbours(rule: Robust) -> Need:
     def too_few(weights: RoundWeights) -> str:
-        sources = np.bincount(weights.destination[~weights.own], minlength=weights.size)
-        few = np.flatnonzero((sources > 0) & (sources < rule.neighbours_needed))
-        return f"agent {few[0]} has {sources[few[0]]}" if len(few) else ""
+        found = weights.too_few_sources(rule.neighbours_needed)
+        return "" if found is None else "agent {} has {}".format(*found)
 
     return Need(
         "enough neighbours",

@@ -107,6 +107,12 @@ class RoundWeights:
         """How many messages all agents send to others."""
         return self.sends * self.size if isinstance(self.sends, int) else int(self.sends.sum())
 
+    def too_few_sources(self, needed: int) -> tuple[int, int] | None:
+        """The first agent that has sources, but fewer than are needed, and their number; None if there is none."""
+        received = np.bincount(self.destination[~self.own], minlength=self.size)
+        few = np.flatnonzero((received > 0) & (received < needed))
+        return (int(few[0]), int(received[few[0]])) if len(few) else None
+
     @cached_property
     def neighbours(self) -> tuple[Ranks, Ranks]:
         """Each agent (first) with each of its neighbours (second), ascending: int64 [2 links] each.
@@ -212,11 +218,9 @@ class AgentSchedule:
         """
         schedule = self._weights.schedule
         for round_ in range(min(schedule.period or rounds, rounds)):
-            weights = self._weights[round_]
-            received = np.bincount(weights.destination[~weights.own], minlength=self.size)
-            few = np.flatnonzero((received > 0) & (received < needed))
-            if len(few):
-                return round_, int(few[0]), int(received[few[0]])
+            found = self._weights[round_].too_few_sources(needed)
+            if found is not None:
+                return round_, *found
         return None
 
     def neighbours(self, round_: int, gone: tuple[int, ...] = ()) -> list[int]:

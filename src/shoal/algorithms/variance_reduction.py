@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from .algorithm import Algorithm, Gradient, State
+from .algorithm import Gradient, State
 from .catalog import Entry, register
 from .exact import ExactDiffusion
 from .gradient_descent import GradientDescent
+from .local_steps import Wrapper
 from .mix import Mix
 from .momentum import require_one_gradient
-from .needs import Need
-from .stability.growth import with_wrapper
 
 
 @dataclass(frozen=True)
-class DecentralizedSVRG(Algorithm):
+class DecentralizedSVRG(Wrapper):
     """Variance reduction for any algorithm with ``one_gradient``; each agent computes it alone, and no further messages
     are sent.
 
@@ -41,21 +40,16 @@ class DecentralizedSVRG(Algorithm):
         ValueError: ``period`` is no count.
     """
 
-    algorithm: Algorithm
     period: int
     source: ClassVar[str] = "Johnson, Zhang 2013; Yuan, Ying, Liu, Sayed 2019, arXiv:1708.01384"
+    one_gradient: ClassVar[bool] = False
+    separable: ClassVar[bool] = False
+    own_state: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         require_one_gradient("DecentralizedSVRG", self.algorithm)
         if self.period < 1:
             raise ValueError(f"period={self.period}: pass a number of steps, at least 1")
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        return with_wrapper(self, self.algorithm.needs)
-
-    def at_rest(self) -> Algorithm:
-        return replace(self, algorithm=self.algorithm.at_rest())
 
     def cycle(self, rounds: int) -> int:
         return math.lcm(self.period, self.algorithm.cycle(rounds))
@@ -70,9 +64,6 @@ class DecentralizedSVRG(Algorithm):
         if (mix.round + 1) % self.period == 0:
             anchor, full = x, grad.full(x)
         return x, (anchor, full, *after)
-
-    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
-        return self.algorithm.estimate(x, state[2:])
 
 
 register(

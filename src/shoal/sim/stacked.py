@@ -17,11 +17,11 @@ import torch
 from numpy.typing import ArrayLike
 
 from ..algorithms.algorithm import Algorithm, Gradient, check_is_algorithm, warn_of_undeclared_needs
-from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE, Mix
+from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE
 from ..algorithms.needs import STATIC, Need, check, without
 from ..algorithms.runs.conditions import Conditions
 from ..algorithms.runs.run import Measure, Run, steps_of
-from ..algorithms.runs.unreliable_mix import under
+from ..algorithms.runs.unreliable_mix import CarriesMessages, under
 from ..algorithms.schedule_weights import Form, Ranks, RoundWeights, ScheduleWeights
 from ..netmodel.network import Network
 from ..ops.robust import Robust, Term, too_few
@@ -120,7 +120,7 @@ def allow_any_links(what: str, needs: Iterable[Need], size: int, unchecked: str 
     check(what, static, StateSchedule(size, lambda round, x, state: []))
 
 
-class StackedMix(Mix):
+class StackedMix(CarriesMessages):
     """The operations of :class:`~shoal.algorithms.Mix` on rows.
 
     Args:

@@ -6,14 +6,15 @@ agents know. So the same code serves the rows of a stacked fleet and the one row
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, NoReturn, Protocol
+from abc import abstractmethod
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map
 
-from ..mix import EVERYBODY, Mix
+from ..mix import Mix
 from ..schedule_weights import Form, Ranks, RoundWeights, Weights
 from .conditions import HANDSHAKE, MEMORY, Conditions
 from .run import Run
@@ -21,39 +22,19 @@ from .run import Run
 Chosen = NDArray[np.bool_]
 
 
-class CarriesMessages(Protocol):
-    """The exchange below :class:`UnreliableMix`: a :class:`Mix`, and three methods beside."""
-
-    size: int
-    seed: int
-    round: int
-
-    def begin(self, step: int) -> bool: ...
-
-    def end(self) -> None: ...
-
-    def follow(self, x: torch.Tensor, state: Any) -> None: ...
-
-    def rows_of_all(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def mean_of_all(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def sum_of_all(self, values: torch.Tensor) -> torch.Tensor: ...
-
-    def _agents(self, like: torch.Tensor) -> torch.Tensor: ...
+class CarriesMessages(Mix):
+    """The exchange below :class:`UnreliableMix`, which also sends messages one by one."""
 
     @property
-    def machines(self) -> int: ...
-
-    @property
+    @abstractmethod
     def here(self) -> Ranks:
         """The agents whose rows this process has, ascending, int64."""
-        ...
 
+    @abstractmethod
     def round_weights(self) -> RoundWeights:
         """The edges of the round, of all agents."""
-        ...
 
+    @abstractmethod
     def fetch(self, x: torch.Tensor, destination: Ranks, source: Ranks) -> torch.Tensor:
         """Send values along edges of the round: ``[m, d]``, a row for each that leads to an agent of :attr:`here`.
 
@@ -61,7 +42,6 @@ class CarriesMessages(Protocol):
             x: The values of this process's agents, ``[n, d]`` or ``[d]``.
             destination, source: The edges of all agents that are used, ascending by destination and then by source.
         """
-        ...
 
 
 class UnreliableMix(Mix):
@@ -236,33 +216,6 @@ class UnreliableMix(Mix):
             f"conditions apply to averages with the neighbours (mix, pull, push), and this algorithm uses mix.{verb}. "
             "Run it without conditions, or take an algorithm that communicates by these averages alone."
         )
-
-    def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
-        self._refuse("average")
-
-    def share(self, x: torch.Tensor) -> torch.Tensor:
-        self._refuse("share")
-
-    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        self._refuse("whole")
-
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        self._refuse("spread")
-
-    def gather(self, messages: torch.Tensor) -> torch.Tensor:
-        self._refuse("gather")
-
-    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
-        self._refuse("by_agent")
-
-    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
-        self._refuse("by_link")
-
-    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
-        self._refuse("edges")
-
-    def sign(self, like: torch.Tensor) -> torch.Tensor:
-        self._refuse("sign")
 
     def rows_of_all(self, x: torch.Tensor) -> torch.Tensor:
         return self._inner.rows_of_all(x)

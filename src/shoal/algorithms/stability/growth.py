@@ -94,18 +94,6 @@ def with_wrapper(wrapper: Algorithm, needs: tuple[Need, ...]) -> tuple[Need, ...
     )
 
 
-def growth(algorithm: Algorithm, facts: Facts) -> float:
-    """The factor by which differences between agents grow per step in the long run, without a gradient.
-
-    NaN if the steps give NaN, as with ``lr=0`` in an algorithm that divides by it.
-
-    Args:
-        algorithm: :meth:`Algorithm.at_rest` makes its steps linear in x and in its state.
-        facts: The properties of the topology.
-    """
-    return growth_of(algorithm.at_rest(), facts).per_step
-
-
 def _negligible(facts: Facts) -> float:
     return max(1e-13, min(_ROUNDED, _SLOWEST / facts.size**2))
 

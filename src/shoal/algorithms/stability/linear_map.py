@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -30,8 +31,6 @@ _COLUMNS, _AT_LEAST, _IN_ALL = 8, 64, 2048
 """Of the iteration: vectors, steps between two looks at them, and steps after which it gives its best answer."""
 
 Eigenvalues = NDArray[np.complex128]
-Slope = Callable[[torch.Tensor], torch.Tensor]
-"""A linear gradient: x to a tensor of its shape."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,16 @@ class Growth:
         return math.exp(self.logarithm / self.steps)
 
 
-def growth_of(algorithm: Algorithm, facts: Facts, slope: Slope | None = None) -> Growth:
-    """The growth of differences between agents in the long run.
+def growth_of(algorithm: Algorithm, facts: Facts) -> Growth:
+    """The growth of differences between agents in the long run, without a gradient.
 
     Args:
         algorithm: Its steps must be linear in x and in the state tensors that have the shape of x.
         facts: The properties of the topology.
-        slope: The gradient; zero if not given.
     """
     rounds = rounds_of(facts)
     steps = min(algorithm.cycle(rounds), _LONGEST)
-    grad = Gradient(slope or torch.zeros_like)
+    grad = Gradient(torch.zeros_like)
     eigenvalues = _eigenvalues(facts, rounds)
     if eigenvalues is not None:
         modes = _Modes(facts.size, eigenvalues, rounds)
@@ -251,32 +249,11 @@ class _Linear(Mix):
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
         return self(x), x
 
-    def share(self, x: torch.Tensor) -> torch.Tensor:
-        return self.spread(x)
-
-    def whole(self, share: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self.spread(x)
-
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        raise TypeError("an algorithm whose messages differ from agent to agent has no growth of this kind")
-
-    def gather(self, messages: torch.Tensor) -> torch.Tensor:
-        return self.spread(messages)
-
-    def by_agent(self, rows: torch.Tensor) -> torch.Tensor:
-        raise TypeError("an algorithm of matrices has no growth of this kind")
-
-    def by_link(self, rows: torch.Tensor, r: int) -> torch.Tensor:
-        return self.by_agent(rows)
-
-    def edges(self, messages: torch.Tensor, *, nbytes: int | None = None) -> torch.Tensor:
-        return self.spread(messages)
-
-    def sign(self, like: torch.Tensor) -> torch.Tensor:
-        return self.spread(like)
+    def _refuse(self, verb: str) -> NoReturn:
+        raise TypeError(f"an algorithm that uses mix.{verb} has no growth of this kind")
 
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
-        return self.spread(like)
+        self._refuse("uniform")
 
 
 class _Modes(_Linear):

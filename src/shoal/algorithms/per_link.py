@@ -1,4 +1,8 @@
-"""RelaySum: sums along a tree, where each agent adds its own value to the relayed ones."""
+"""Algorithms that send each neighbour a message of its own: decentralized ADMM and RelaySum.
+
+In ADMM each agent pays for disagreeing with its neighbours, at a price that rises until they agree. In RelaySum each
+agent adds its own value to the sums that it relays along a tree.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,53 @@ from ..topology.schedule import AnyTopology, Schedule
 from .algorithm import Algorithm, Gradient, State
 from .catalog import Entry, register
 from .mix import Mix
-from .needs import CONNECTED_LINKS, TREE, Need
+from .needs import CONNECTED_LINKS, LINKS, STATIC, TREE, Need
+
+
+@dataclass(frozen=True)
+class DecentralizedADMM(Algorithm):
+    """Exact on a static undirected graph, however different the objectives are, for once the parameters in a step.
+
+    With ``d_i`` the number of agent i's neighbours j and ``a_i`` its price, zero at first, ADMM solves
+    ``grad f_i(x_i+) + a_i + 2 c d_i x_i+ = c (d_i x_i + sum of x_j)`` for ``x_i+`` and then sets
+    ``a_i+ = a_i + c (d_i x_i+ - sum of x_j+)`` (Shi et al. 2014, arXiv:1307.5561). Here the solve is ``inner`` gradient
+    steps of length ``1 / (rho + 2 c d_i)`` from ``x_i``. One of them is linearised ADMM (DLM; Ling et al. 2015, "DLM:
+    Decentralized Linearized Alternating Direction Method of Multipliers"); the more, the closer to ADMM. The prices
+    always add up to zero.
+
+    The state is a and the sum of the neighbours' x. The weights of the graph are not used.
+
+    Args:
+        c: The penalty on an edge.
+        rho: The curvature that the gradient step assumes; the Lipschitz constant of an agent's gradient is enough.
+        inner: Gradient steps between two exchanges.
+    """
+
+    c: float
+    rho: float
+    inner: int = 1
+    source: ClassVar[str] = "Shi et al. 2014, arXiv:1307.5561; Ling et al. 2015, DLM"
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        return STATIC, LINKS, CONNECTED_LINKS
+
+    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> State:
+        return torch.zeros_like(x), _of_neighbours(x, mix)
+
+    def step(self, x: torch.Tensor, state: State, grad: Gradient, mix: Mix) -> tuple[torch.Tensor, State]:
+        a, received = state
+        degree = mix.gather(mix.spread(mix.ones(x)))
+        target = self.c * (degree * x + received)
+        for _ in range(self.inner):
+            x = x - (grad(x) + a + 2 * self.c * degree * x - target) / (self.rho + 2 * self.c * degree)
+        received = _of_neighbours(x, mix)
+        return x, (a + self.c * (degree * x - received), received)
+
+
+def _of_neighbours(x: torch.Tensor, mix: Mix) -> torch.Tensor:
+    """The sum of the neighbours' ``x``."""
+    return mix.gather(mix.edges(mix.spread(x)))
 
 
 @dataclass(frozen=True)
@@ -82,6 +132,20 @@ class RelaySum(Algorithm):
 
 
 register(
+    Entry(
+        "decentralized ADMM, linearised (DLM)",
+        lambda: DecentralizedADMM(c=1.0, rho=4.0),
+        1,
+        "Data that differ between agents, on a fixed undirected graph, for half the bytes of gradient tracking.",
+        exact=True,
+    ),
+    Entry(
+        "decentralized ADMM",
+        lambda: DecentralizedADMM(c=1.0, rho=4.0, inner=5),
+        1,
+        "As above, where gradients are cheaper than messages.",
+        exact=True,
+    ),
     Entry("RelaySGD", lambda: RelaySum(0.1), 1, "Data that differ between agents, over few links: a tree.", exact=True),
     Entry(
         "RelaySGD, filled from the start",
