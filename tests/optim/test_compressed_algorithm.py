@@ -15,7 +15,7 @@ import torch
 import shoal
 from shoal.algorithms import Algorithm, ChocoSGD, DeepSqueeze, ExactDiffusion
 from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
-from shoal.optim.compressed_algorithm import share_kept
+from shoal.optim.factory import share_kept
 from shoal.topology import OnePeerHypercube, RandomMatchings, Static
 from support.optimizers import MODEL, SIZE, batch, flat
 

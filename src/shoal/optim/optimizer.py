@@ -24,13 +24,12 @@ from ..algorithms.needs import check, without
 from ..compression import Compressor, LowRank
 from ..runtime.agent import current, warn_of_process_group
 from ..topology.schedule import Schedule
-from .compressed_algorithm import compressing, feeds_back
 from .equation import Equation
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.buckets import as_given, by_count, checked_bucket_bytes
 from .exchanges.hooks import BackwardCounter, BeforeForward
 from .exchanges.sync_exchange import GradientExchange, ParameterExchange
-from .factory import ATC, PARALLEL, by_buckets, mixed_of, strategy_of
+from .factory import ATC, PARALLEL, by_buckets, compressing, feeds_back, mixed_of, strategy_of
 from .join import Join
 from .malloc_trimming import keep_freed_memory
 from .params import Names, name_of_optimizer

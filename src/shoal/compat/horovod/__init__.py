@@ -17,6 +17,10 @@ from ...runtime.queries import local_rank as local_rank
 from ...runtime.queries import local_size as local_size
 from ...runtime.queries import rank as rank
 from ...runtime.queries import size as size
+from .agents import allgather_object as allgather_object
+from .agents import broadcast_object as broadcast_object
+from .agents import broadcast_optimizer_state as broadcast_optimizer_state
+from .agents import broadcast_parameters as broadcast_parameters
 from .agents import ccl_built as ccl_built
 from .agents import cross_rank as cross_rank
 from .agents import cross_size as cross_size
@@ -44,7 +48,7 @@ from .async_ops import grouped_allreduce_async_ as grouped_allreduce_async_
 from .async_ops import grouped_reducescatter_async as grouped_reducescatter_async
 from .async_ops import reducescatter_async as reducescatter_async
 from .async_ops import sparse_allreduce_async as sparse_allreduce_async
-from .batch_norm import SyncBatchNorm as SyncBatchNorm
+from .differentiable import SyncBatchNorm as SyncBatchNorm
 from .differentiable import allgather as allgather
 from .differentiable import allreduce as allreduce
 from .differentiable import allreduce_ as allreduce_
@@ -71,10 +75,6 @@ from .reduce_options import Min as Min
 from .reduce_options import Product as Product
 from .reduce_options import ReduceOp as ReduceOp
 from .reduce_options import Sum as Sum
-from .states import allgather_object as allgather_object
-from .states import broadcast_object as broadcast_object
-from .states import broadcast_optimizer_state as broadcast_optimizer_state
-from .states import broadcast_parameters as broadcast_parameters
 from .uneven_inputs import join as join
 
 if not _typing.TYPE_CHECKING:  # which takes the names from the imports, and would take none from this list

@@ -21,7 +21,7 @@ from ...runtime.agent import bind, current
 from ...windows import by_name as ops
 from ...windows.registry import windows_of
 from ...windows.window import named
-from ..compressed_algorithm import share_kept
+from ..factory import share_kept
 from ..settings import Settings
 from .bucket_exchange import Params
 from .buckets import Bucket
