@@ -39,6 +39,7 @@ from .mix import Mix as Mix
 from .momentum import AccumAdam as AccumAdam
 from .momentum import AveragedMomentum as AveragedMomentum
 from .momentum import DecentLaM as DecentLaM
+from .momentum import DecentralizedSVRG as DecentralizedSVRG
 from .momentum import Momentum as Momentum
 from .momentum import MomentumTracking as MomentumTracking
 from .momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
@@ -55,6 +56,5 @@ from .robust_mixing import RobustMixing as RobustMixing
 from .runs.gradients import own as own
 from .runs.run import Run as Run
 from .stability.stability import safe_lr as safe_lr
-from .variance_reduction import DecentralizedSVRG as DecentralizedSVRG
 
 __all__ = _public_names(globals())

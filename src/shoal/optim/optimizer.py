@@ -36,8 +36,7 @@ from .params import Names, name_of_optimizer
 from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 from .sharding import check_optimizer, check_sharding
 from .strategies import DuringBackward, InnerStep
-from .topologies import STATIC, agent_schedule, given, of_agents, of_machines, one_peer
-from .weight_checks import WeightChecks
+from .topologies import STATIC, WeightChecks, agent_schedule, given, of_agents, of_machines, one_peer
 
 _DEFAULTS = Settings()
 

@@ -22,7 +22,7 @@ from ...operations.operation import Handle, Operation
 from ...runtime.agent import current
 from ..params import check_that_models_agree, check_that_values_agree, digest_of, equalize_frozen, explained
 from ..settings import Settings
-from ..weight_checks import WeightChecks
+from ..topologies import WeightChecks
 from .buckets import Bucket, into_buckets
 from .mixed_state import MixedState, StateBucket
 
