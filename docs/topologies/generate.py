@@ -125,10 +125,10 @@ class RoundRobin(Schedule):
 register(Topology("round-robin", RoundRobin, "everybody meets everybody in turn", "tournaments", symmetric=True))
 ```
 
-In the package, the class goes into a module of `src/shoal/topology/families` and the entry into `catalog.py`. That is all.
-The property suite takes every entry, and checks for it that sends and receives match in every round, that the weights
-are what the entry promises, that the period holds, and that clocks can be saved and restored. This page, its picture,
-and the commands above come from the same entry.
+In the package, the class goes into a module of `src/shoal/topology/families`, and the entry into its `catalog.py`.
+That is all. The property suite takes every entry, and checks for it that sends and receives match in every round, that
+the weights are what the entry promises, that the period holds, and that clocks can be saved and restored. This page,
+its picture, and the commands above come from the same entry.
 '''
 
 
