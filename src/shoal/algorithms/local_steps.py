@@ -25,6 +25,7 @@ from .catalog import Entry, register
 from .gradient_descent import GradientDescent, GradientTracking, per_step
 from .mix import Mix, Quiet, Through
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, FIXED_AND_SYMMETRIC, LINKS, STATIC, TREE, Need
+from .schedule_weights import Form
 from .stability.growth import by_self_weights, dies_out, with_wrapper
 
 
@@ -176,19 +177,13 @@ class GossipPGA(_Sometimes):
 class _Everybody(Through):
     """W = 1 1^T / n, which is its own row- and column-stochastic form."""
 
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._mix.average(x)
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
         return Mix.compressed(self, x, compressor)
-
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mix.average(x)
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mix.average(x)
 
 
 @dataclass(frozen=True)

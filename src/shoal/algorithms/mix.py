@@ -17,6 +17,7 @@ import torch
 from ..compression import Compressor
 from ..compression.draws import HashStream, drawn
 from ..ops.robust import Robust
+from .schedule_weights import Form
 
 EVERYBODY = "all"
 MACHINE = "machine"
@@ -83,7 +84,6 @@ class Mix(ABC):
         """``x`` and the state after a step, from those before it and the step's result."""
         return after
 
-    @abstractmethod
     def __call__(
         self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -95,6 +95,7 @@ class Mix(ABC):
             speaks: If agents may be silent, the ones that are not: bool, ``[n, 1]`` or ``[1]``. ``x`` of a silent agent
                 is zero, and it sends only a header.
         """
+        return self._weigh("mix", x, nbytes, speaks)
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
         """``W q`` and ``q``, where ``q = C(x)`` is what the neighbours make of an agent's message.
@@ -118,16 +119,22 @@ class Mix(ABC):
         raise TypeError(f"{type(self).__name__} has linear averages only, and {rule} is none")
 
     def _refuse(self, verb: str) -> NoReturn:
-        """Raise TypeError: this exchange lacks a verb. Each of those below but ``pull`` and ``push`` may be lacking."""
+        """Raise TypeError: this exchange lacks a verb. Each of those below ``push`` may be lacking."""
         raise TypeError(f"{type(self).__name__} has no {verb}, which this algorithm uses")
 
-    @abstractmethod
     def pull(self, x: torch.Tensor) -> torch.Tensor:
         """``R x``, R row-stochastic on this round's edges: W itself if it is, else uniform over self and sources."""
+        return self._weigh("pull", x)
 
-    @abstractmethod
     def push(self, x: torch.Tensor) -> torch.Tensor:
         """``C x``, C column-stochastic on this round's edges: W itself if it is, else each sender shares equally."""
+        return self._weigh("push", x)
+
+    @abstractmethod
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``W x``, or ``x`` times its row-stochastic (``"pull"``) or column-stochastic (``"push"``) form."""
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         """The mean over a group: ``"all"`` agents, the agents of the ``"machine"``, or the ``"counterparts"``, which
@@ -227,19 +234,13 @@ class Through(Mix):
         super().__init__(mix.seed)
         self._mix, self.size, self.round, self.step = mix, mix.size, mix.round, mix.step
 
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._mix(x, nbytes=nbytes, speaks=speaks)
+        return self._mix._weigh(form, x, nbytes, speaks)
 
     def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
         return self._mix.robust(x, rule)
-
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mix.pull(x)
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
-        return self._mix.push(x)
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         return self._mix.average(x, group)
@@ -301,8 +302,8 @@ class InItsRound(Through):
 class Quiet(Through):
     """W = I, and nothing is sent. A new tensor each time, as of any exchange."""
 
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:
         return x.clone()
 
@@ -310,12 +311,6 @@ class Quiet(Through):
         return Mix.compressed(self, x, compressor)
 
     def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
-        return x.clone()
-
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:

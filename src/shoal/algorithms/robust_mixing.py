@@ -14,7 +14,7 @@ from .algorithm import Algorithm, Gradient
 from .local_steps import Wrapper
 from .mix import EVERYBODY, InItsRound, Mix
 from .needs import Need
-from .schedule_weights import RoundWeights
+from .schedule_weights import Form, RoundWeights
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,17 @@ class _ByRule(InItsRound):
         super().__init__(mix)
         self._rule = rule
 
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if form != "mix":
+            self._refuse("row-stochastic averages" if form == "pull" else "column-stochastic sums")
         if nbytes is not None or speaks is not None:
             self._refuse("messages in another form than x")
         return self._mix.robust(x, self._rule)
 
     def compressed(self, x: torch.Tensor, compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
         self._refuse("compressed messages")
-
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        self._refuse("row-stochastic averages")
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
-        self._refuse("column-stochastic sums")
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         self._refuse("averages over all agents or a machine")

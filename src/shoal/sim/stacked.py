@@ -164,17 +164,6 @@ class StackedMix(CarriesMessages):
             self.seconds += self._pace.seconds(self.round, tuple(self._exchanges))
         self._exchanges.clear()
 
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self._weigh("mix", x, nbytes, speaks)
-
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weigh("pull", x)
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weigh("push", x)
-
     def _weigh(
         self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -101,15 +101,12 @@ class UnreliableMix(Mix):
         """
         return sum((inbox.total() for inbox in self._inboxes.values()), 0.0)
 
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._pulled("mix", x, nbytes, speaks)
+        return self._pushed(x) if form == "push" else self._pulled(form, x, nbytes, speaks)
 
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self._pulled("pull", x)
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
+    def _pushed(self, x: torch.Tensor) -> torch.Tensor:
         sent = self._send("push", x)
         weights = sent.weights[sent.edges]
         # The share that an agent keeps: its own, and of messages that a handshake refused.

@@ -265,16 +265,10 @@ class _Modes(_Linear):
         self._rounds = rounds
         self.modes = len(eigenvalues(0))
 
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
     ) -> torch.Tensor:
         return x * self._of(self.round % self._rounds)
-
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x)
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x)
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         return torch.zeros_like(x)
@@ -293,23 +287,14 @@ class Rows(_Linear):
         self._facts, self._rounds = facts, rounds
         self._edges: dict[tuple[int, Form], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(
-        self, x: torch.Tensor, *, nbytes: int | None = None, speaks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return self._weigh("mix", x)
-
     @property
     def weights(self) -> RoundWeights:
         """The weights of the round."""
         return self._facts.rounds[self.round % self._rounds]
 
-    def pull(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weigh("pull", x)
-
-    def push(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weigh("push", x)
-
-    def _weigh(self, form: Form, x: torch.Tensor) -> torch.Tensor:
+    def _weigh(
+        self, form: Form, x: torch.Tensor, nbytes: int | None = None, speaks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         destination, source, weight = self._of(self.round % self._rounds, form)
         return torch.zeros_like(x).index_add_(0, destination, weight * x[source])
 
