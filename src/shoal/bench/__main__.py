@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shoal
 
-from . import parts, wire_bytes
+from . import parts
 from .meter import Reporter
 
 PARTS = {
@@ -20,7 +20,7 @@ PARTS = {
     "latency": parts.latency,
     "memory": parts.memory,
     "scaling": parts.scaling,
-    "wire": wire_bytes.measure,
+    "wire": parts.wire,
 }
 
 

@@ -361,3 +361,31 @@ def _most(amount: int) -> list[float]:
     most = torch.tensor([amount], dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return [most.item()]
+
+
+def wire(reporter: Reporter, quick: bool) -> list[Figures]:
+    """An agent's part: average with the other one, and with Gloo exchange the same bytes, received first."""
+    nbytes = MIB if quick else 25 * MIB
+    peer = 1 - shoal.rank()
+    x = torch.full((nbytes // 4,), float(shoal.rank()))
+    received, out = torch.full_like(x, 0.0), torch.full_like(x, 0.0)
+
+    def exchange() -> None:
+        works = dist.irecv(received, peer), dist.isend(x, peer)
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+
+    def exchange_and_average() -> None:
+        exchange()
+        torch.mul(x, 0.5, out=out)
+        out.add_(received, alpha=0.5)
+
+    cases = {
+        "average": lambda: shoal.neighbor_allreduce(x, out=out),
+        "gloo": exchange,
+        "gloo and average": exchange_and_average,
+    }
+    seconds = compare(reporter, f"{nbytes // MIB} MiB over the wire", cases, 3 if quick else 11)
+    if not torch.equal(shoal.neighbor_allreduce(x), torch.full_like(x, 0.5)):
+        raise AssertionError(f"rank {shoal.rank()} averaged to something else than 0.5")
+    return [Figures("wire", nbytes, shoal.size(), seconds)]
