@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..netmodel.units import format_seconds, parse_rate, parse_seconds
+from ..netmodel.network import format_seconds, parse_rate, parse_seconds
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY, Analysis, analyse
 from ..topology.catalog import CATALOG
 from ..topology.schedule import Schedule

@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from ..netmodel.candidates import MOST_EDGES
-from ..netmodel.network import Link, Network
-from ..netmodel.units import ACCURACY, COMPRESSION, DIFFERENCE, format_rate, format_seconds, parse_rate, parse_seconds
+from ..netmodel.messages import MOST_EDGES
+from ..netmodel.network import (
+    ACCURACY,
+    COMPRESSION,
+    DIFFERENCE,
+    Link,
+    Network,
+    format_rate,
+    format_seconds,
+    parse_rate,
+    parse_seconds,
+)
 from ..progress_bar import shown
 from ..rendezvous.launch import detect
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
