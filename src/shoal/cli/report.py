@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..observability import membership_log, traces
 from ..observability.breakdown import KINDS
 from ..observability.findings import Typical, size_of, sizes, small_messages
 from ..observability.membership_log import CAME, LEFT, MembershipEvent, read
+from ..observability.run_files import kinds_in
 from ..observability.run_report import RunReport
 from ..observability.traces import names_of
 
@@ -39,13 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tell what is there, and draw it."""
     folder = Path(args.folder)
-    of_traces, of_records = traces.exist(folder), membership_log.exist(folder)
     try:
-        if not of_traces and not of_records:
-            raise FileNotFoundError(
-                f"there is neither a trace nor a record of an agent in {folder}; run with SHOAL_TIMELINE={folder}, or "
-                f"SHOAL_RECORD={folder}"
-            )
+        of_traces, of_records = kinds_in(folder)
         if of_records:
             picture = _beside(args.picture) if args.picture and of_traces else args.picture
             report_membership(folder, picture)

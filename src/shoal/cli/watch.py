@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import config
 from ..observability.watch.launcher_link import StatusSender
-from ..observability.watch.live import JoiningLaunchers, LocalViewer, RemoteViewer, Watch
+from ..observability.watch.live import LocalViewer, RemoteViewer, Watch
 from ..observability.watch.server import PageServer
 from ..rendezvous.elastic_join import Invitation
 from ..rendezvous.launch import LOOPBACK, join_address
@@ -73,7 +73,7 @@ def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
         where = join_address(host, port + 1)
         raise OSError(error.errno, f"cannot listen on {where}, for other launchers: {error.strerror}") from None
     shown = LocalViewer(size, args.agents, title, args.watch_port, begins)
-    shown.gather(JoiningLaunchers(listener, secret, args.nnodes - 1 + size - begins))
+    shown.gather(listener, secret, args.nnodes - 1 + size - begins)
     return shown
 
 
@@ -108,7 +108,7 @@ def listen_for_joining(watch: Watch | None, room: Invitation, secret: str, host:
     if nodes > 1:
         return port + 1  # where launchers of other machines connect
     listener = listen(host, 0, config.read().interface)
-    watch.gather(JoiningLaunchers(listener, secret, room.size - room.begins))
+    watch.gather(listener, secret, room.size - room.begins)
     return int(listener.getsockname()[1])
 
 

@@ -50,8 +50,7 @@ class RunReport:
             FileNotFoundError, ValueError: See :func:`~.traces.read`.
         """
         found = traces.read(folder)
-        known = clocks.align(found.traces, traces.match(found.traces))
-        laid = [clocks.on_one_clock(trace, clock) for trace, clock in zip(found.traces, known, strict=True)]
+        known, laid = clocks.aligned(found.traces)
         matched = traces.match(laid)
         shares = findings.without_the_first(breakdown.break_down(laid, matched))
         return RunReport(found, known, laid, matched, shares)

@@ -17,7 +17,6 @@ from typing import Any
 
 from ..engine.engine import Engine
 from ..runtime.agent import Agent
-from ..runtime.bootstrap import on_start, on_stop
 from ..transport.addresses import connect
 
 log = logging.getLogger("shoal")
@@ -138,7 +137,8 @@ def _in_bounds(status: dict[str, Any]) -> bytes:
 _summaries: dict[Engine, StatusPublisher] = {}
 
 
-def _attach(agent: Agent) -> None:
+def attach(agent: Agent) -> None:
+    """Begin to send the status of a new agent, if its launcher wants it."""
     path = agent.config.watch
     if not path or agent.launch.launcher == "fleet":  # agents of a fleet have ranks of their own
         return
@@ -148,11 +148,8 @@ def _attach(agent: Agent) -> None:
         log.warning("rank %d cannot tell its launcher what it does, and goes on without: %s", agent.rank, error)
 
 
-def _detach(agent: Agent) -> None:
+def detach(agent: Agent) -> None:
+    """Send the last status of an agent that shuts down."""
     summaries = _summaries.pop(agent.engine, None)
     if summaries is not None:
         summaries.close()
-
-
-on_start.append(_attach)
-on_stop.append(_detach)

@@ -12,6 +12,7 @@ from typing import Any
 from ...operations.edge_counters import NEIGHBOURS
 from .. import clocks, membership_log, traces
 from ..membership_log import CAME, LEFT, MembershipEvent
+from ..run_files import kinds_in
 from ..traces import Trace
 from .run_state import ABSENT, BYTES, COMPUTING, LOST, REJOINING, STARTING, STEP_TIME, WAITING, History, loss_of, window
 from .run_state import LEFT as HAS_LEFT
@@ -30,18 +31,11 @@ def read(folder: Path) -> dict[str, Any]:
         FileNotFoundError: The folder has neither a trace nor a membership log.
         ValueError: A file is malformed.
     """
-    of_traces, of_records = traces.exist(folder), membership_log.exist(folder)
-    if not of_traces and not of_records:
-        raise FileNotFoundError(
-            f"there is neither a trace nor a record of an agent in {folder}; run with SHOAL_TIMELINE={folder}, or "
-            f"SHOAL_RECORD={folder}"
-        )
+    of_traces, of_records = kinds_in(folder)
     entries = membership_log.read(folder) if of_records else []
     if not of_traces:
         return _LogReplay(entries).as_json()
-    found = traces.read(folder).traces
-    known = clocks.align(found, traces.match(found))
-    laid = [clocks.on_one_clock(trace, clock) for trace, clock in zip(found, known, strict=True)]
+    _, laid = clocks.aligned(traces.read(folder).traces)
     return _TraceReplay(laid, entries).as_json()
 
 
@@ -269,9 +263,7 @@ class _LogReplay:
 
     def as_json(self) -> dict[str, Any]:
         times = sorted({round(event.at - self._begin, 2) for event in self._entries})
-        frames = [
-            {"at": at, "agents": self._rows(at), "edges": []} for at in times[:: max(1, len(times) // MOMENTS)]
-        ] or []
+        frames = [{"at": at, "agents": self._rows(at), "edges": []} for at in times[:: max(1, len(times) // MOMENTS)]]
         return {
             "title": f"{self._size} agents, {times[-1]:.1f} s",
             "over": "a run that is over, as its records have it",
