@@ -42,18 +42,10 @@ from .watch import check_between_machines, is_this_machine, listen_for_joining, 
 # Processes of their own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
 # warn of each client that sends malformed data, with pages of frames, and any process can: only errors are shown.
 # This must be set before torch is imported.
-SERVE = (
-    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.rendezvous.rendezvous import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
-)
-TELL = (
-    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.rendezvous.rendezvous import publish_end; publish_end(*sys.argv[1:])"
-)
-CLAIM = (
-    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.rendezvous.elastic_join import main; main(sys.argv[1:])"
-)
+_FROM = "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); from shoal.rendezvous."
+SERVE = f"{_FROM}rendezvous import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
+TELL = f"{_FROM}rendezvous import publish_end; publish_end(*sys.argv[1:])"
+CLAIM = f"{_FROM}elastic_join import main; main(sys.argv[1:])"
 CLAIM_START_SECONDS = 60.0
 """How long the process that claims ranks may take to start."""
 LONGEST_PAUSE = 30.0

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         run = read(Path(args.folder))
         with contextlib.closing(PageServer(lambda: run, args.port)) as server, Signals() as signals:
             print(f"watch the run at {server.address} (Ctrl-C ends it)", flush=True)
-            while not any(signum in _ENDS for signum in signals.wait_with(server, server.due - time.monotonic())):
+            while not any(signum in _ENDS for signum in signals.wait(server.due - time.monotonic(), server)):
                 server.serve()
     except (OSError, ValueError, OverflowError) as error:
         print(f"shoal watch: error: {error}", file=sys.stderr)
