@@ -16,7 +16,7 @@ from ..observability.breakdown import KINDS
 from ..observability.findings import Typical, size_of, sizes, small_messages
 from ..observability.membership_log import CAME, LEFT, MembershipEvent, read
 from ..observability.run_files import kinds_in
-from ..observability.run_report import RunReport
+from ..observability.run_report import RunReport, draw_breakdown
 from ..observability.traces import names_of
 from .status import bytes_text
 
@@ -95,10 +95,8 @@ def report_traces(folder: Path, picture: str, output: str | None, *, every_step:
         arrows = report.merge(path)
         console.print(f"written: {path}, one trace with {arrows} arrows; open it in {_VIEWER}", markup=False)
     if picture:
-        from ..observability.breakdown_picture import draw
-
         Path(picture).parent.mkdir(parents=True, exist_ok=True)
-        draw(report, Path(picture))
+        draw_breakdown(report, Path(picture))
         console.print(f"drawn: {picture}", markup=False)
 
 
