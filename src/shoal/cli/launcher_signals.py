@@ -65,7 +65,8 @@ class Signals:
 
     def wait(self, seconds: float, *others: _Readable) -> list[signal.Signals]:
         """As :meth:`read`, after a time, or as soon as a signal has arrived or one of ``others`` is readable."""
-        select.select([self._receiver, *others], [], [], max(0.0, min(seconds, _LONGEST)))
+        sources: list[int | _Readable] = [self._receiver, *others]
+        select.select(sources, [], [], max(0.0, min(seconds, _LONGEST)))
         return self.read()
 
 

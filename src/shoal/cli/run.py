@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from .. import config
 from ..config import BEGIN_WITH, INCARNATION, LAUNCHER, WATCH
-from ..observability.watch.live import Watch
+from ..observability.watch.live import Watch, tell_user
 from ..rendezvous.bootstrap_barrier import LOST
 from ..rendezvous.elastic_join import JOIN_SECONDS, Invitation, keep_secret
 from ..rendezvous.launch import LOOPBACK, join_address, parse_address
@@ -210,11 +210,11 @@ def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | 
     received = signals.read()
     if not _stopping(received):
         when = f" in {seconds:g} s" if seconds else ""
-        _print(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
+        tell_user(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
     while True:
         stopping = _stopping(received)
         if stopping is not None:
-            _print(f"{stopping.name}: not begun again")
+            tell_user(f"{stopping.name}: not begun again")
             return stopping
         if signal.SIGTSTP in received:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -361,12 +361,6 @@ def _how_to_join(args: argparse.Namespace, room: Invitation, host: str, port: in
     where = "on this machine, by this user" if here else "on other machines with the same SHOAL_SECRET"
     script = shlex.join(words_of(args.kind, args.script, args.arguments))
     return f"{more} more may join, {where}: shoal run --join {join_address(host, port)} -n K {script}"
-
-
-def _print(text: str) -> None:
-    """Tell the user something while no agent is there, on stderr."""
-    with contextlib.suppress(OSError):
-        print(f"shoal run: {text}", file=sys.stderr, flush=True)
 
 
 def _refused(why: object, status: int) -> int:

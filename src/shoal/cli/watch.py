@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import config
 from ..observability.watch.launcher_link import StatusSender
-from ..observability.watch.live import LocalViewer, RemoteViewer, Watch
+from ..observability.watch.live import LocalViewer, RemoteViewer, Watch, tell_user
 from ..observability.watch.server import PageServer
 from ..rendezvous.elastic_join import Invitation
 from ..rendezvous.launch import LOOPBACK, join_address
@@ -122,9 +122,7 @@ def watch_of_joining(room: Invitation, secret: str, host: str, agents: int) -> W
     try:
         return RemoteViewer(_status_sender(host, port, secret), agents)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            reason = "the page there does not show these agents"
-            print(f"shoal run: {reason}: {error.strerror or error}", file=sys.stderr, flush=True)
+        tell_user(f"the page there does not show these agents: {error.strerror or error}")
         return None
 
 

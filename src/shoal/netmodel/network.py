@@ -172,13 +172,8 @@ class Network:
 
     def _own(self, source: Ints, destination: Ints, leaves: NDArray[np.bool_]) -> _Links:
         """The parameters of each message's own link, which it shares with no other."""
-        flow, none = self.flow, Link()
-        found = _Links(
-            np.where(leaves, flow.latency, none.latency),
-            np.where(leaves, flow.bandwidth, none.bandwidth),
-            np.where(leaves, flow.overhead, none.overhead),
-            np.where(leaves, flow.inward, none.inward),
-        )
+        found = _Links.of(len(source), Link(), {})
+        found.put(leaves, self.flow)
         if not self.links:
             return found
         special = {ends[0] * self.size + ends[1]: link for ends, link in self.links.items()}
@@ -205,7 +200,8 @@ class _Links(NamedTuple):
             links.put(index, link)
         return links
 
-    def put(self, index: int, link: Link) -> None:
+    def put(self, index: int | NDArray[np.bool_], link: Link) -> None:
+        """Set one link, or those of a mask."""
         for column, value in zip(self, (link.latency, link.bandwidth, link.overhead, link.inward), strict=True):
             column[index] = value
 

@@ -29,6 +29,12 @@ LOOK_SECONDS = 0.5
 """Between two looks at the processes of agents."""
 
 
+def tell_user(text: str) -> None:
+    """Print a message of ``shoal run`` on stderr, if that is open."""
+    with contextlib.suppress(OSError):
+        print(f"shoal run: {text}", file=sys.stderr, flush=True)
+
+
 class EventSource(Protocol):
     """An object with a descriptor; it is called when the descriptor is readable."""
 
@@ -107,9 +113,7 @@ class Watch:
                 for key in list(self._selector.get_map().values()):
                     self._selector.unregister(key.fileobj)
                 self._parts.close()
-            with contextlib.suppress(OSError):
-                problem = f"nobody can look on any more ({type(error).__name__}: {error})"
-                print(f"shoal run: {problem}", file=sys.stderr, flush=True)
+            tell_user(f"nobody can look on any more ({type(error).__name__}: {error})")
 
     def _next(self) -> float:
         return self._looked + LOOK_SECONDS
