@@ -43,7 +43,7 @@ class JobFailed(RuntimeError):
 
 
 def run_agents(parts: Sequence[str], agents: int, quick: bool, progress: Progress) -> list[Figures]:
-    """Measure parts of ``python -m shoal.bench``, one after another, with this many agents on this machine."""
+    """Measure parts of ``python -m shoal.bench.parts``, one after another, with this many agents on this machine."""
     return run_job([_launch(parts, quick, "-n", str(agents))], {}, progress)
 
 
@@ -59,7 +59,7 @@ def run_over_wire(quick: bool, progress: Progress) -> list[Figures]:
 
 
 def _launch(parts: Sequence[str], quick: bool, *options: str) -> list[str]:
-    run = [sys.executable, "-m", "shoal", "run", "--no-prefix", *options, "-m", "shoal.bench", *parts]
+    run = [sys.executable, "-m", "shoal", "run", "--no-prefix", *options, "-m", "shoal.bench.parts", *parts]
     return [*run, "--quick"] if quick else run
 
 
