@@ -118,6 +118,11 @@ class TracedStep(NamedTuple):
     start: int
     end: int
 
+    @property
+    def length(self) -> int:
+        """Nanoseconds in all."""
+        return self.end - self.start
+
 
 class TracedMetric(NamedTuple):
     """A number that the script has measured: this agent's, and the mean of all; None if it was not finite."""

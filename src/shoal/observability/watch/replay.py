@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -37,13 +36,6 @@ def read(folder: Path) -> dict[str, Any]:
         return _LogReplay(entries).as_json()
     _, laid = clocks.aligned(traces.read(folder).traces)
     return _TraceReplay(laid, entries).as_json()
-
-
-@dataclass(frozen=True)
-class _Step:
-    ended: int
-    number: int
-    length: int
 
 
 class _TraceReplay:
@@ -206,10 +198,8 @@ class _TracedAgent:
         between = [message for message in self._sent if ops.get(message.key[:2], "").startswith(NEIGHBOURS)]
         self._between = between or self._sent
         self._between_at = [message.at for message in self._between]
-        self._steps = sorted(
-            (_Step(step.end, step.number, step.end - step.start) for step in trace.steps), key=lambda step: step.ended
-        )
-        self._steps_at = [step.ended for step in self._steps]
+        self._steps = sorted(trace.steps, key=lambda step: step.end)
+        self._steps_at = [step.end for step in self._steps]
         self._waits = sorted(trace.waits, key=lambda wait: wait.start)
         self._waits_at = [wait.start for wait in self._waits]
         self._coming: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
@@ -243,7 +233,7 @@ class _TracedAgent:
         coming = self._coming.get((wait.name, wait.round))
         return None if coming is None else sorted({peer for peer, came in coming if came > at})
 
-    def step_at(self, at: int) -> _Step | None:
+    def step_at(self, at: int) -> traces.TracedStep | None:
         """The last that had ended."""
         number = bisect_right(self._steps_at, at)
         return self._steps[number - 1] if number else None
