@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from shoal.bench import wire_bytes
+from shoal.bench import jobs
 from shoal.bench.jobs import Progress, run_job
 from shoal.bench.meter import Figures
 
@@ -28,7 +28,7 @@ def obstacle() -> str:
     """Why no machines can be made here; empty if they can."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    tool = wire_bytes.missing_tool()
+    tool = jobs.missing_tool()
     return f"there is no program {tool!r} (Debian: iproute2 and util-linux)" if tool else ""
 
 
@@ -45,24 +45,24 @@ def machines(count: int, rate: float, large_packets: bool = False) -> Iterator[l
     """
     limit = ["root", "tbf", "rate", f"{8 * rate:.0f}bit", "burst", BURST, "limit", QUEUE]
     with ExitStack() as held:
-        switch, *holders = [held.enter_context(wire_bytes._namespace()) for _ in range(count + 1)]
+        switch, *holders = [held.enter_context(jobs._namespace()) for _ in range(count + 1)]
         at_switch, *inside = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in (switch, *holders)]
-        wire_bytes._run(*at_switch, "ip", "link", "add", "bridge0", "type", "bridge")
-        wire_bytes._run(*at_switch, "ip", "link", "set", "bridge0", "up")
+        jobs._run(*at_switch, "ip", "link", "add", "bridge0", "type", "bridge")
+        jobs._run(*at_switch, "ip", "link", "set", "bridge0", "up")
         for number, (pid, enter) in enumerate(zip(holders, inside, strict=True)):
             port = f"port{number}"
             ends = [port, "netns", str(switch), "type", "veth", "peer", "name", DEVICE, "netns", str(pid)]
-            wire_bytes._run("ip", "link", "add", *ends)
-            wire_bytes._run(*at_switch, "ip", "link", "set", port, "master", "bridge0", "up")
-            wire_bytes._run(*enter, "ip", "address", "add", f"10.78.0.{number + 1}/24", "dev", DEVICE)
-            wire_bytes._run(*enter, "ip", "link", "set", "lo", "up")
+            jobs._run("ip", "link", "add", *ends)
+            jobs._run(*at_switch, "ip", "link", "set", port, "master", "bridge0", "up")
+            jobs._run(*enter, "ip", "address", "add", f"10.78.0.{number + 1}/24", "dev", DEVICE)
+            jobs._run(*enter, "ip", "link", "set", "lo", "up")
             if large_packets:
-                wire_bytes._run(*enter, "ip", "link", "set", DEVICE, "gso_max_size", str(LARGE_PACKET))
-            wire_bytes._run(*enter, "ip", "link", "set", DEVICE, "up")
+                jobs._run(*enter, "ip", "link", "set", DEVICE, "gso_max_size", str(LARGE_PACKET))
+            jobs._run(*enter, "ip", "link", "set", DEVICE, "up")
             for name, value in _TCP.items():
-                wire_bytes._run(*enter, "sysctl", "-q", "-w", f"net.ipv4.{name}={value}")
-            wire_bytes._run(*enter, "tc", "qdisc", "add", "dev", DEVICE, *limit)
-            wire_bytes._run(*at_switch, "tc", "qdisc", "add", "dev", port, *limit)
+                jobs._run(*enter, "sysctl", "-q", "-w", f"net.ipv4.{name}={value}")
+            jobs._run(*enter, "tc", "qdisc", "add", "dev", DEVICE, *limit)
+            jobs._run(*at_switch, "tc", "qdisc", "add", "dev", port, *limit)
         yield inside
 
 

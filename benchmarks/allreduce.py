@@ -33,8 +33,7 @@ import shoal
 from _machines import obstacle, run_on_machines
 from _training_tables import Sheet
 from shoal.bench.jobs import run_job
-from shoal.bench.machine import LoadWatch, here
-from shoal.bench.meter import Case, Figures, Reporter, compare
+from shoal.bench.meter import Case, Figures, LoadWatch, Reporter, compare, here
 from shoal.runtime.agent import current
 
 RATE = 1e9 / 8

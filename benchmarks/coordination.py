@@ -33,8 +33,7 @@ from rich.table import Table
 
 import shoal
 from shoal.bench.jobs import run_job
-from shoal.bench.machine import LoadWatch
-from shoal.bench.meter import Figures, Reporter, compare
+from shoal.bench.meter import Figures, LoadWatch, Reporter, compare
 
 OPERATIONS = 160
 AGENTS = (2, 4, 8)

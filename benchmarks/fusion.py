@@ -27,8 +27,7 @@ from rich.table import Table
 
 import shoal
 from shoal.bench.jobs import run_job
-from shoal.bench.machine import LoadWatch
-from shoal.bench.meter import Figures, Reporter, compare
+from shoal.bench.meter import Figures, LoadWatch, Reporter, compare
 from shoal.ops import fused_ops
 
 KINDS = ("static", "push-pull", "allreduce")

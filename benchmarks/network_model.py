@@ -33,11 +33,10 @@ from rich.table import Table
 
 import shoal
 from _machines import run_on_machines
-from shoal.bench.machine import Load, LoadWatch, here
-from shoal.bench.meter import Figures, Reporter, compare
+from shoal.bench.meter import Figures, Load, LoadWatch, Reporter, compare, here
 from shoal.netmodel import Link, Network, Step, direct_allreduce, hierarchical, ring_allreduce, rounds_of, simulate
+from shoal.netmodel.network import parse_rate
 from shoal.netmodel.probe import Observation, fit_link
-from shoal.netmodel.units import parse_rate
 from shoal.topology.families import graphs as g
 from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.schedule import Schedule, as_schedule

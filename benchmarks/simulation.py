@@ -30,7 +30,7 @@ from rich.table import Table
 
 from shoal.algorithms import GradientDescent
 from shoal.algorithms.schedule_weights import ScheduleWeights
-from shoal.bench.machine import LoadWatch, here
+from shoal.bench.meter import LoadWatch, here
 from shoal.sim import StackedFleet, StackedMix, per_agent, products
 from shoal.topology.families.graphs import ExponentialTwoGraph, MeshGrid2DGraph
 from shoal.topology.families.one_peer import OnePeerExponential, OnePeerHypercube

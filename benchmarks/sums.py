@@ -26,7 +26,7 @@ from statistics import median
 
 import torch
 
-from shoal.bench.machine import LoadWatch, here
+from shoal.bench.meter import LoadWatch, here
 from shoal.kernels.native import sums, why_not_native
 from shoal.kernels.weighted_sum import weighted_sum
 

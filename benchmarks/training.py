@@ -35,8 +35,7 @@ from _machines import obstacle, run_on_machines
 from _training_tables import tables_of
 from _ways import GET, GRADIENTS, GRADIENTS_OVERLAP, LOCAL, PUSH_SUM, PUT, synchronous
 from shoal.bench.jobs import Progress, run_job
-from shoal.bench.machine import LoadWatch, here
-from shoal.bench.meter import Figures, Reporter
+from shoal.bench.meter import Figures, LoadWatch, Reporter, here
 from shoal.optim.malloc_trimming import keep_freed_memory
 
 SCRIPT = str(Path(__file__).resolve())

@@ -32,8 +32,7 @@ from torch import nn
 
 import shoal
 from _machines import DEVICE, PORT, machines, obstacle
-from shoal.observability.breakdown_picture import draw
-from shoal.observability.run_report import RunReport
+from shoal.observability.run_report import RunReport, draw_breakdown
 
 FAST, SLOW = 200e6 / 8, 20e6 / 8
 """Bytes a second of a NIC, and of the slow link."""
@@ -188,7 +187,7 @@ def main() -> int:
         )
         if arguments.picture:
             arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-            draw(found, arguments.picture)
+            draw_breakdown(found, arguments.picture)
             print(f"drawn: {arguments.picture}")
         if obstacle():
             print(f"left out: the slow link and the slow NIC ({obstacle()})")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 import shoal
-from shoal.bench.wire_bytes import ADDRESSES, two_machines
+from shoal.bench.jobs import ADDRESSES, two_machines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

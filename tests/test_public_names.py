@@ -36,6 +36,7 @@ INTERNAL = {
         "errors",
         "fault_tolerance",
         "_signals",
+        "_timeouts",
         "kernels",
         "_lazy_import",
         "operations",

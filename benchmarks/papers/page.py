@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from shoal.netmodel.units import format_seconds
+from shoal.netmodel.network import format_seconds
 
 from . import clusters
 from .clusters import Assumption, Figure12

@@ -15,11 +15,10 @@ from statistics import fmean
 import pytest
 import torch
 
-from shoal.bench import jobs, machine, results
-from shoal.bench.machine import Load, LoadWatch
-from shoal.bench.meter import Figures
+from shoal.bench import jobs, meter, results
+from shoal.bench.jobs import missing_tool, wire_seconds
+from shoal.bench.meter import Figures, Load, LoadWatch
 from shoal.bench.results import amount, speed_markdown
-from shoal.bench.wire_bytes import missing_tool, wire_seconds
 from shoal.cli import main
 from support.leftovers import wait_until
 from support.limits import scaled
@@ -179,20 +178,20 @@ def test_a_machine_is_quiet_if_other_processes_are_idle(before: float, others: f
 def test_other_processes_use_the_total_minus_our_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = {"_all_seconds": iter([100.0, 130.0]), "_own_seconds": iter([7.0, 27.0])}
     for name, values in readings.items():
-        monkeypatch.setattr(machine, name, values.__next__)
+        monkeypatch.setattr(meter, name, values.__next__)
     clock = iter([50.0, 70.0])
-    monkeypatch.setattr(machine.time, "monotonic", clock.__next__)
+    monkeypatch.setattr(meter.time, "monotonic", clock.__next__)
     assert LoadWatch().load().others == pytest.approx(0.5)
 
 
 def test_cpu_time_of_children_counts_as_our_own() -> None:
-    before = machine._own_seconds()
+    before = meter._own_seconds()
     subprocess.run(
         [sys.executable, "-I", "-S", "-c", "while __import__('time').process_time() < 0.3: pass"], check=True
     )
     # In ticks of 10 ms, each side rounded by itself.
-    assert machine._own_seconds() - before > 0.27
-    assert machine._all_seconds() >= machine._own_seconds()
+    assert meter._own_seconds() - before > 0.27
+    assert meter._all_seconds() >= meter._own_seconds()
 
 
 # The jobs

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 import shoal
 from shoal.cli import main
 from shoal.observability.breakdown import KINDS
-from shoal.observability.breakdown_picture import _draw_parts, _draw_sizes, _draw_steps
-from shoal.observability.run_report import RunReport
+from shoal.observability.run_report import RunReport, _draw_parts, _draw_sizes, _draw_steps
 from support.fault_points import over_both
 from support.namespaces import Namespace, network_namespaces
 from support.world import World

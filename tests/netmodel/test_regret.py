@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shoal.netmodel import Link, Network, Training, recommend, recommendation
-from shoal.netmodel.candidates import Averaging, averagings
+from shoal.netmodel.messages import Averaging, averagings
 
 Rows = NDArray[np.float64]
 SIZE, DIMENSION, ACCURACY, MOST = 8, 12, 0.1, 4000

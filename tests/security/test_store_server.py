@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from shoal.cli.run import SERVE
 from shoal.rendezvous import store_server
-from shoal.rendezvous.socket_owner import address_of, owner_of
 from shoal.rendezvous.store_server import CONNECTION_COST, LOCAL_QUOTA, StoreServer
+from shoal.transport.addresses import address_of, owner_of
 from support.flooders import NOBODY, may_become_others
 
 VALIDATE = struct.pack("=BI", 0, 0x3C85F7CE)

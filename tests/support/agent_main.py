@@ -39,7 +39,7 @@ IMPORTED = (
     "torch.profiler",
     "torch.utils.data",
     "shoal._public",  # the first name of Shoal
-    "shoal.observability.membership_recorder",  # init
+    "shoal.observability.membership_log",  # init
     "shoal.observability.status_publisher",
     "shoal.observability.timeline",
     "shoal.netmodel",

@@ -2,6 +2,11 @@
 
 A job is one ``shoal run``, or one in each network namespace. It leads a session of its own and ends with this process:
 in all cases no agent is left when :func:`run_job` returns.
+
+Shoal's network transport is TCP. Network namespaces make two machines of this one, joined by a wire of a known speed: a
+pair of virtual Ethernet devices that the kernel holds to 1 Gbit/s (``tc tbf``). So how long a tensor must take is
+known: its bytes and their headers. Making the wire needs root. The namespaces have no names: they vanish with the
+processes that hold them, also when those are killed.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from .meter import Figures
-from .wire_bytes import ADDRESSES, DEVICE, two_machines
 
 Progress = Callable[[str, int, int], None]
 """Called with the current measurement, the number of completed steps, and the number of all steps."""
@@ -38,7 +43,7 @@ class JobFailed(RuntimeError):
 
 
 def run_agents(parts: Sequence[str], agents: int, quick: bool, progress: Progress) -> list[Figures]:
-    """Measure parts of ``python -m shoal.bench``, one after another, with this many agents on this machine."""
+    """Measure parts of ``python -m shoal.bench.parts``, one after another, with this many agents on this machine."""
     return run_job([_launch(parts, quick, "-n", str(agents))], {}, progress)
 
 
@@ -54,7 +59,7 @@ def run_over_wire(quick: bool, progress: Progress) -> list[Figures]:
 
 
 def _launch(parts: Sequence[str], quick: bool, *options: str) -> list[str]:
-    run = [sys.executable, "-m", "shoal", "run", "--no-prefix", *options, "-m", "shoal.bench", *parts]
+    run = [sys.executable, "-m", "shoal", "run", "--no-prefix", *options, "-m", "shoal.bench.parts", *parts]
     return [*run, "--quick"] if quick else run
 
 
@@ -157,3 +162,70 @@ def _tail(errors: IO[bytes]) -> str:
     end = errors.seek(0, os.SEEK_END)
     errors.seek(max(0, end - _ERROR_BYTES))
     return errors.read().decode(errors="replace").strip()
+
+
+BITS_PER_SECOND = 1_000_000_000
+DEVICE = "veth0"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+_MTU = 1500
+_ETHERNET_HEADER = 14
+_IP_AND_TCP_HEADERS = 20 + 32
+"""IPv4, and TCP with its timestamps."""
+
+
+def wire_seconds(nbytes: int) -> float:
+    """The least time that ``nbytes`` of payload take on the wire, with the headers of their full segments."""
+    segments = -(-nbytes // (_MTU - _IP_AND_TCP_HEADERS))
+    return (nbytes + segments * (_ETHERNET_HEADER + _IP_AND_TCP_HEADERS)) * 8 / BITS_PER_SECOND
+
+
+def missing_tool() -> str:
+    """A program that :func:`two_machines` needs and this machine lacks; empty if there is none."""
+    return next((tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None), "")
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[list[list[str]]]:
+    """Two network namespaces at ``ADDRESSES``, joined by a wire of 1 Gbit/s each way.
+
+    Yields:
+        For each, the prefix of a command to be run there.
+
+    Raises:
+        RuntimeError: The system does not allow it; the message has its error.
+    """
+    with contextlib.ExitStack() as held:
+        holders = [held.enter_context(_namespace()) for _ in ADDRESSES]
+        inside = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in holders]
+        pid, peer = holders
+        _run("ip", "link", "add", DEVICE, "netns", str(pid), "type", "veth", "peer", "name", DEVICE, "netns", str(peer))
+        for enter, address in zip(inside, ADDRESSES, strict=True):
+            _run(*enter, "ip", "address", "add", f"{address}/24", "dev", DEVICE)
+            _run(*enter, "ip", "link", "set", "lo", "up")
+            _run(*enter, "ip", "link", "set", DEVICE, "up")
+            limit = ["rate", f"{BITS_PER_SECOND}bit", "burst", "128kb", "latency", "50ms"]
+            _run(*enter, "tc", "qdisc", "add", "dev", DEVICE, "root", "tbf", *limit)
+        yield inside
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[int]:
+    """A process in a network namespace of its own, which ends when its stdin closes, so at the latest with us."""
+    command = ["unshare", "--net", "cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as holder:
+        assert holder.stdin and holder.stdout and holder.stderr
+        try:
+            holder.stdin.write(b".")
+            holder.stdin.flush()
+            if not holder.stdout.read(1):  # it answers once it is inside
+                raise RuntimeError(f"unshare --net: {holder.stderr.read().decode().strip()}")
+            yield holder.pid
+        finally:
+            holder.kill()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")

@@ -1,15 +1,17 @@
 """What an agent of ``shoal bench`` measures: averages and windows against Gloo, and the memory use of averaging.
 
 Every timed case works on float32 of the same size and writes to existing memory (``out=``; ``all_reduce`` works in
-place). The results are checked.
+place). The results are checked. ``python -m shoal.bench.parts PART...`` is what every agent of a job runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import networkx as nx
@@ -361,3 +363,62 @@ def _most(amount: int) -> list[float]:
     most = torch.tensor([amount], dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return [most.item()]
+
+
+def wire(reporter: Reporter, quick: bool) -> list[Figures]:
+    """An agent's part: average with the other one, and with Gloo exchange the same bytes, received first."""
+    nbytes = MIB if quick else 25 * MIB
+    peer = 1 - shoal.rank()
+    x = torch.full((nbytes // 4,), float(shoal.rank()))
+    received, out = torch.full_like(x, 0.0), torch.full_like(x, 0.0)
+
+    def exchange() -> None:
+        works = dist.irecv(received, peer), dist.isend(x, peer)
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+
+    def exchange_and_average() -> None:
+        exchange()
+        torch.mul(x, 0.5, out=out)
+        out.add_(received, alpha=0.5)
+
+    cases = {
+        "average": lambda: shoal.neighbor_allreduce(x, out=out),
+        "gloo": exchange,
+        "gloo and average": exchange_and_average,
+    }
+    seconds = compare(reporter, f"{nbytes // MIB} MiB over the wire", cases, 3 if quick else 11)
+    if not torch.equal(shoal.neighbor_allreduce(x), torch.full_like(x, 0.5)):
+        raise AssertionError(f"rank {shoal.rank()} averaged to something else than 0.5")
+    return [Figures("wire", nbytes, shoal.size(), seconds)]
+
+
+PARTS = {
+    "large": large,
+    "small": small,
+    "windows": windows,
+    "latency": latency,
+    "memory": memory,
+    "scaling": scaling,
+    "wire": wire,
+}
+
+
+def main() -> None:
+    """Run the measurements, beside a process group of Gloo, and report to the process that started the job."""
+    parser = argparse.ArgumentParser(prog="python -m shoal.bench.parts", description=__doc__)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--quick", action="store_true", help="small sizes and few repetitions")
+    args = parser.parse_args()
+    reporter = Reporter()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    shoal.init()
+    found = [figures for part in args.parts for figures in PARTS[part](reporter, args.quick)]
+    reporter.send({"figures": [asdict(figures) for figures in found]})
+    shoal.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

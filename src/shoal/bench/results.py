@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from .jobs import wire_seconds
 from .meter import Figures
 from .parts import SCALING_REPETITIONS
-from .wire_bytes import wire_seconds
 
 MIB = 1 << 20
 GROWTH_LIMIT = MIB

@@ -17,7 +17,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from typing import Any
 
 from ..config import EXIT_NOTES, INCARNATION
 from ..fault_tolerance.rejoin_marker import is_marked
-from ..observability.watch.live import Watch
+from ..observability.watch.live import Watch, tell_user
 from ..runtime import exit_notes
 from .agent_output import STDERR, STDOUT, AgentOutput, AgentPipes
 from .launcher_signals import Signals
@@ -258,9 +257,8 @@ class AgentProcesses:
         """Tell the user something, on stderr."""
         if self._output is not None:
             self._output.print(f"shoal run: {text}")
-            return
-        with contextlib.suppress(OSError):
-            print(f"shoal run: {text}", file=sys.stderr, flush=True)
+        else:
+            tell_user(text)
 
     def _ending(self) -> JobExit:
         lost = [self._outcomes[rank] for rank in sorted(self._outcomes) if self._outcomes[rank].code != 0]

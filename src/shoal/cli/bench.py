@@ -22,11 +22,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..bench.jobs import Progress as Tell
-from ..bench.jobs import run_agents, run_over_wire
-from ..bench.machine import Load, LoadWatch, MachineInfo, here
-from ..bench.meter import Figures
+from ..bench.jobs import missing_tool, run_agents, run_over_wire
+from ..bench.meter import Figures, Load, LoadWatch, MachineInfo, here
 from ..bench.results import draw_scaling, rows_of, scaling_table, speed_markdown, speed_table
-from ..bench.wire_bytes import missing_tool
 
 AGENTS = 4
 LARGEST_SCALE = 8

@@ -8,13 +8,19 @@ import sys
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..transport.authentication.tls import AUTHORITY, REVOKED, host_name
 
-if TYPE_CHECKING:
+try:
     from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    HAS_CRYPTOGRAPHY = True
+except ImportError:
+    HAS_CRYPTOGRAPHY = False
 
 DEFAULT_DAYS = 7
 AUTHORITY_KEY = "ca.key"
@@ -36,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        import cryptography  # noqa: F401
-    except ImportError:
+    if not HAS_CRYPTOGRAPHY:
         print("shoal certificates: this needs cryptography: pip install 'shoal[tls]'", file=sys.stderr)
         return 2
     try:
@@ -115,10 +119,6 @@ def _now() -> datetime:
 
 
 def _make_authority(folder: Path, good_for: timedelta) -> None:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("the agents of one Shoal job")
     builder = _begun(name, name, key, good_for)
@@ -133,11 +133,6 @@ def _make_authority(folder: Path, good_for: timedelta) -> None:
 def _make_certificate(
     folder: Path, rank: int, authority: x509.Certificate, signer: ec.EllipticCurvePrivateKey, good_for: timedelta
 ) -> None:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
     key = ec.generate_private_key(ec.SECP256R1())
     good_for = min(good_for, authority.not_valid_after_utc - _now())
     if good_for <= timedelta():
@@ -159,8 +154,6 @@ def _begun(
     good_for: timedelta,
     signer: ec.EllipticCurvePrivateKey | None = None,
 ) -> x509.CertificateBuilder:
-    from cryptography import x509
-
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
     builder = builder.serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(_now() - _CLOCKS_DIFFER).not_valid_after(_now() + good_for)
@@ -170,14 +163,10 @@ def _begun(
 
 
 def _name(text: str) -> x509.Name:
-    from cryptography import x509
-
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
 
 def _usage(signs: bool) -> x509.KeyUsage:
-    from cryptography import x509
-
     return x509.KeyUsage(
         digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, content_commitment=False,
         key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
@@ -187,9 +176,6 @@ def _usage(signs: bool) -> x509.KeyUsage:
 def _write_revoked(
     folder: Path, authority: x509.Certificate, key: ec.EllipticCurvePrivateKey, serials: Iterable[int]
 ) -> None:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-
     builder = x509.CertificateRevocationListBuilder().issuer_name(authority.subject)
     builder = builder.last_update(_now() - _CLOCKS_DIFFER).next_update(authority.not_valid_after_utc)
     for serial in serials:
@@ -200,9 +186,6 @@ def _write_revoked(
 
 
 def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     certificate = _certificate(folder / AUTHORITY)
     try:
         key = load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
@@ -213,8 +196,6 @@ def _authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
 
 
 def _certificate(path: Path) -> x509.Certificate:
-    from cryptography import x509
-
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except FileNotFoundError:
@@ -222,8 +203,6 @@ def _certificate(path: Path) -> x509.Certificate:
 
 
 def _revoked(folder: Path) -> list[int]:
-    from cryptography import x509
-
     try:
         return [entry.serial_number for entry in x509.load_pem_x509_crl((folder / REVOKED).read_bytes())]
     except FileNotFoundError:
@@ -231,16 +210,12 @@ def _revoked(folder: Path) -> list[int]:
 
 
 def _write(path: Path, signed: x509.Certificate | x509.CertificateRevocationList) -> None:
-    from cryptography.hazmat.primitives.serialization import Encoding
-
     whole = path.with_suffix(".new")
     whole.write_bytes(signed.public_bytes(Encoding.PEM))
     whole.replace(path)
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-
     content = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:

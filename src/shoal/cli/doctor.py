@@ -26,7 +26,7 @@ import torch
 
 from .. import config
 from .._version import __version__
-from ..bench.machine import cpu_name
+from ..bench.meter import cpu_name
 from ..coordination.attach import PROCESS_GROUP, check_backend, check_transport
 from ..device import Unshareable
 from ..device.cuda import open_device

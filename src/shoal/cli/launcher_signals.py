@@ -63,15 +63,10 @@ class Signals:
         except BlockingIOError:
             return []
 
-    def wait(self, seconds: float) -> list[signal.Signals]:
-        """As :meth:`read`, after a time, or as soon as a signal has arrived."""
-        select.select([self._receiver], [], [], max(0.0, seconds))
-        return self.read()
-
-    def wait_with(self, other: _Readable, seconds: float) -> list[signal.Signals]:
-        """As :meth:`wait`, or as soon as ``other`` is readable."""
-        either: list[int | _Readable] = [self._receiver, other]
-        select.select(either, [], [], max(0.0, min(seconds, _LONGEST)))
+    def wait(self, seconds: float, *others: _Readable) -> list[signal.Signals]:
+        """As :meth:`read`, after a time, or as soon as a signal has arrived or one of ``others`` is readable."""
+        sources: list[int | _Readable] = [self._receiver, *others]
+        select.select(sources, [], [], max(0.0, min(seconds, _LONGEST)))
         return self.read()
 
 

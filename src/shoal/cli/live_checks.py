@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from shoal.coordination.attach import PROCESS_GROUP
 from shoal.runtime.agent import current
 from shoal.transport.process_group import available
 
-from ..rendezvous.launch import LOOPBACK
+from ..rendezvous.launch import LOOPBACK, free_ports
 
 CHECK_SECONDS, WHEN_BUSY = 20.0, 120.0
 """For which the checks are waited for, and where more processes want to run than there are cores."""
@@ -109,7 +108,7 @@ class LiveChecks:
         taken = launcher_variables(os.environ)
         environ = {k: v for k, v in os.environ.items() if k not in taken and k not in _NOT_FOR_CHECKS}
         self._start("fleet", FLEET_CHECKS, environ)
-        pair = {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(_free_port())}
+        pair = {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_ports(1)[0])}
         for rank, checks in enumerate([(PAIR_CHECK,), ()]):
             # Its waits end before ours does, so that it can say what it waited for.
             limits = {"RANK": str(rank), "SHOAL_TIMEOUT": f"{0.6 * self.patience:g}"}
@@ -156,11 +155,6 @@ class LiveChecks:
                     )
                 else:
                     yield CheckResult(check, silence, 0.0, starved)
-
-
-def _free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 def _text(file: IO[str]) -> str:

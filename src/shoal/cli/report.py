@@ -12,12 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..observability import membership_log, traces
 from ..observability.breakdown import KINDS
 from ..observability.findings import Typical, size_of, sizes, small_messages
 from ..observability.membership_log import CAME, LEFT, MembershipEvent, read
-from ..observability.run_report import RunReport
+from ..observability.run_files import kinds_in
+from ..observability.run_report import RunReport, draw_breakdown
 from ..observability.traces import names_of
+from .status import bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,13 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tell what is there, and draw it."""
     folder = Path(args.folder)
-    of_traces, of_records = traces.exist(folder), membership_log.exist(folder)
     try:
-        if not of_traces and not of_records:
-            raise FileNotFoundError(
-                f"there is neither a trace nor a record of an agent in {folder}; run with SHOAL_TIMELINE={folder}, or "
-                f"SHOAL_RECORD={folder}"
-            )
+        of_traces, of_records = kinds_in(folder)
         if of_records:
             picture = _beside(args.picture) if args.picture and of_traces else args.picture
             report_membership(folder, picture)
@@ -99,10 +95,8 @@ def report_traces(folder: Path, picture: str, output: str | None, *, every_step:
         arrows = report.merge(path)
         console.print(f"written: {path}, one trace with {arrows} arrows; open it in {_VIEWER}", markup=False)
     if picture:
-        from ..observability.breakdown_picture import draw
-
         Path(picture).parent.mkdir(parents=True, exist_ok=True)
-        draw(report, Path(picture))
+        draw_breakdown(report, Path(picture))
         console.print(f"drawn: {picture}", markup=False)
 
 
@@ -180,14 +174,14 @@ def _print_messages(report: RunReport, console: Console) -> None:
     count, nbytes = (sum(counts[k] for counts in by_size.values()) for k in (0, 1))
     control = [flow.sent.nbytes for flow in report.flows if flow.sent.coordinates]
     if control:
-        console.print(f"{len(control)} messages that only coordinate, {_bytes(sum(control))}", markup=False)
+        console.print(f"{len(control)} messages that only coordinate, {bytes_text(sum(control))}", markup=False)
     if not count:
         return
     shares = ", ".join(
         f"{many / count:.0%} below {size_of(limit)} ({total / max(1, nbytes):.0%} of the bytes)"
         for limit, (many, total) in by_size.items()
     )
-    console.print(f"{count} messages, {_bytes(nbytes)}: {shares}", markup=False)
+    console.print(f"{count} messages, {bytes_text(nbytes)}: {shares}", markup=False)
     word = small_messages(report.flows, max((agent.steps for agent in report.typical), default=1))
     if word and report.has_steps:
         console.print(f"   -> {word}.", markup=False)
@@ -209,13 +203,6 @@ def _print_ends(report: RunReport, console: Console) -> None:
         since = (trace.end - call.start) / 1e9
         call_text = f"{call.operation} {call.name.removeprefix('~')!r} round {call.round}"
         console.print(f"the trace of rank {trace.rank} ends in {call_text}, {since:.3g} s after it began", markup=False)
-
-
-def _bytes(count: int) -> str:
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count} B"
 
 
 AT_ONCE = 2.0
@@ -296,6 +283,7 @@ def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
     from rich.table import Table
 
     table = Table("second", "lost", "entered", "there then", box=None)
+    most = max(len(event.alive) for event in entries)
     reported: dict[tuple[Any, ...], float] = {}
     for event in entries:
         change = event.lost, event.entered, event.alive
@@ -303,7 +291,7 @@ def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
         if news and event.at > reported.get(change, 0.0) + AT_ONCE:  # each agent records it
             reported[change] = event.at
             ranks = [", ".join(map(str, ranks)) for ranks in (event.lost, event.entered)]
-            table.add_row(f"{event.at - entries[0].at:.1f}", *ranks, f"{len(event.alive)} of {_most(entries)}")
+            table.add_row(f"{event.at - entries[0].at:.1f}", *ranks, f"{len(event.alive)} of {most}")
     lost = [stay for stay in found if stay.was_lost]
     back = [
         (stay.entered or 0.0) - (before.ended or 0.0)
@@ -314,10 +302,6 @@ def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
     console.print(table)
     text = f"lost: {len(lost)}; came back: {len(back)}"
     console.print(f"{text}, {statistics.median(back):.1f} s later (median; at most {max(back):.1f})" if back else text)
-
-
-def _most(entries: list[MembershipEvent]) -> int:
-    return max(len(event.alive) for event in entries)
 
 
 def draw(axes: Any, found: list[Stay], seconds: float) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from .. import config
 from ..config import BEGIN_WITH, INCARNATION, LAUNCHER, WATCH
-from ..observability.watch.live import Watch
+from ..observability.watch.live import Watch, tell_user
 from ..rendezvous.bootstrap_barrier import LOST
 from ..rendezvous.elastic_join import JOIN_SECONDS, Invitation, keep_secret
 from ..rendezvous.launch import LOOPBACK, join_address, parse_address
@@ -42,18 +42,10 @@ from .watch import check_between_machines, is_this_machine, listen_for_joining, 
 # Processes of their own, so that the launcher needs no torch and starts the agents at once, and no thread. torch would
 # warn of each client that sends malformed data, with pages of frames, and any process can: only errors are shown.
 # This must be set before torch is imported.
-SERVE = (
-    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.rendezvous.rendezvous import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
-)
-TELL = (
-    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.rendezvous.rendezvous import publish_end; publish_end(*sys.argv[1:])"
-)
-CLAIM = (
-    "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); "
-    "from shoal.rendezvous.elastic_join import main; main(sys.argv[1:])"
-)
+_FROM = "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); from shoal.rendezvous."
+SERVE = f"{_FROM}rendezvous import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
+TELL = f"{_FROM}rendezvous import publish_end; publish_end(*sys.argv[1:])"
+CLAIM = f"{_FROM}elastic_join import main; main(sys.argv[1:])"
 CLAIM_START_SECONDS = 60.0
 """How long the process that claims ranks may take to start."""
 LONGEST_PAUSE = 30.0
@@ -218,11 +210,11 @@ def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | 
     received = signals.read()
     if not _stopping(received):
         when = f" in {seconds:g} s" if seconds else ""
-        _print(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
+        tell_user(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
     while True:
         stopping = _stopping(received)
         if stopping is not None:
-            _print(f"{stopping.name}: not begun again")
+            tell_user(f"{stopping.name}: not begun again")
             return stopping
         if signal.SIGTSTP in received:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -369,12 +361,6 @@ def _how_to_join(args: argparse.Namespace, room: Invitation, host: str, port: in
     where = "on this machine, by this user" if here else "on other machines with the same SHOAL_SECRET"
     script = shlex.join(words_of(args.kind, args.script, args.arguments))
     return f"{more} more may join, {where}: shoal run --join {join_address(host, port)} -n K {script}"
-
-
-def _print(text: str) -> None:
-    """Tell the user something while no agent is there, on stderr."""
-    with contextlib.suppress(OSError):
-        print(f"shoal run: {text}", file=sys.stderr, flush=True)
 
 
 def _refused(why: object, status: int) -> int:

@@ -14,7 +14,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,7 +167,8 @@ def _row(agent: dict[str, Any]) -> list[str]:
     if "waiting" not in agent:
         return [*who, "handles messages, and has no time to say more", "", "", "", ""]
     ended = f"{_plain(agent['ended'])}, {format_seconds(agent['seconds_ago'])} ago" if agent["ended"] else ""
-    return [*who, _doing(agent), _steps(agent), str(agent["calls"]), _bytes(agent["bytes_sent"]), ended]
+    steps = str(max(agent["steps"].values(), default=""))
+    return [*who, _doing(agent), steps, str(agent["calls"]), bytes_text(agent["bytes_sent"]), ended]
 
 
 def _doing(agent: dict[str, Any]) -> str:
@@ -184,13 +185,6 @@ def _doing(agent: dict[str, Any]) -> str:
     if agent["stands_still"]:
         return f"waits since {since} in {call}{more}"
     return f"runs its script; since {since} under way: {call}{more}"
-
-
-def _steps(agent: dict[str, Any]) -> str:
-    steps = agent["steps"]
-    if not steps:
-        return ""
-    return str(max(steps.values()))
 
 
 def _silent(process: Process) -> RenderableType:
@@ -227,7 +221,8 @@ def _duration(count: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _bytes(count: int) -> str:
+def bytes_text(count: int) -> str:
+    """A number of bytes in three digits and a unit, with prefixes of 1000."""
     return next((f"{count / unit:.3g} {name}" for unit, name in _UNITS if count >= unit), f"{count} B")
 
 
@@ -438,14 +433,7 @@ def _rank(pid: int) -> int | None:
     """The rank in a process's environment, set by its launcher."""
     try:
         environ = (PROC / str(pid) / "environ").read_bytes().decode(errors="replace").split("\0")
-        launch = detect(dict(_variables(environ)))
+        launch = detect(dict(variable.split("=", 1) for variable in environ if "=" in variable))
     except (OSError, ValueError):
         return None
     return None if launch.launcher == "none" else launch.rank
-
-
-def _variables(environ: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for variable in environ:
-        name, equals, value = variable.partition("=")
-        if equals:
-            yield name, value

@@ -10,14 +10,14 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..netmodel.units import format_seconds, parse_rate, parse_seconds
+from ..netmodel.network import format_seconds, parse_rate, parse_seconds
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY, Analysis, analyse
 from ..topology.families.catalog import CATALOG
 from ..topology.schedule import Schedule
@@ -25,7 +25,6 @@ from . import topology_format as words
 from . import topology_recommend
 from .topology_format import above_zero, count, quantity, refuse_negatives_by_value
 
-_WIDTH_IN_FILE = 132
 _LAYOUTS = ("auto", "circle", "grid", "hypercube", "tree")
 
 
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for name, summary, declare, action in (
-        ("list", "all topologies, each in a line", _list_arguments, _list),
+        ("list", "all topologies, each in a line", partial(_agents_argument, default=16), _list),
         ("show", "what one topology needs, costs and gives, and its rounds", _show_arguments, _show),
         ("draw", "a picture of a topology, ready for a paper", _draw_arguments, _draw),
         ("compare", "topologies side by side on a network", _compare_arguments, _compare),
@@ -69,10 +68,6 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _list_arguments(parser: argparse.ArgumentParser) -> None:
-    _agents_argument(parser, 16)
-
-
 def _list(args: argparse.Namespace) -> int:
     table = Table(box=box.SIMPLE_HEAD, title=f"topologies for {args.agents} agents", title_justify="left")
     for heading in ("topology", "what it is", "weights", "period"):
@@ -89,7 +84,7 @@ def _list(args: argparse.Namespace) -> int:
         found = analyse(schedule)
         messages = words.format_figure(found.traffic.busiest_messages)
         table.add_row(*first, words.repeats(schedule.period), words.exact(found), messages)
-    _console().print(table)
+    words.console().print(table)
     print("messages a round: of the busiest agent, each of the size of the model. shoal topology show NAME tells more.")
     return 0
 
@@ -193,7 +188,7 @@ def _compare(args: argparse.Namespace) -> int:
         print(json.dumps({"topologies": _plain(found), "refused": refused}, indent=1))
         return 0
     ranked = dict(sorted(found.items(), key=lambda item: item[1].consensus_seconds))
-    _console().print(_comparison(ranked, args))
+    words.console().print(_comparison(ranked, args))
     for name, reason in refused.items():
         print(f"{name}: {reason}")
     print(f"shoal topology show NAME -n {args.agents} says what to know of one before taking it.")
@@ -312,7 +307,3 @@ def _plain(found: dict[str, Analysis]) -> object:
             for name, overview in found.items()
         }
     )
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILE, highlight=False)

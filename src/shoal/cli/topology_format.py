@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
@@ -16,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
 from ..topology.analysis.overview import Analysis
 from ..topology.families.catalog import CATALOG, Topology
@@ -27,6 +29,7 @@ Rows = list[tuple[str, str]]
 LARGEST_MATRIX = 12
 _SIZES_TRIED = 64
 _LARGEST_DENOMINATOR = 999
+_WIDTH_IN_FILE = 132
 
 
 def lookup(name: str) -> Topology:
@@ -215,24 +218,27 @@ def count(text: str) -> int:
 
 def above_zero(text: str) -> float:
     """Any finite number above zero."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
+    value = _finite(text)
+    if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above zero")
     return value
 
 
 def zero_or_more(text: str) -> float:
     """Any finite number that is not below zero."""
+    value = _finite(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, zero or more")
+    return value
+
+
+def _finite(text: str) -> float:
+    """The number that a text is; not a number if it is none, or infinite."""
     try:
         value = float(text)
     except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number, zero or more")
-    return value
+        return math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -245,6 +251,11 @@ def quantity(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return checked
+
+
+def console() -> Console:
+    """The standard output. A file has no width, and rich would take it for 80 columns."""
+    return Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILE, highlight=False)
 
 
 def refuse_negatives_by_value(parser: argparse.ArgumentParser) -> None:

@@ -12,12 +12,20 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
-from ..netmodel.candidates import MOST_EDGES
-from ..netmodel.network import Link, Network
-from ..netmodel.units import ACCURACY, COMPRESSION, DIFFERENCE, format_rate, format_seconds, parse_rate, parse_seconds
+from ..netmodel.messages import MOST_EDGES
+from ..netmodel.network import (
+    ACCURACY,
+    COMPRESSION,
+    DIFFERENCE,
+    Link,
+    Network,
+    format_rate,
+    format_seconds,
+    parse_rate,
+    parse_seconds,
+)
 from ..progress_bar import shown
 from ..rendezvous.launch import detect
 from ..topology.analysis.overview import DEFAULT_BANDWIDTH, DEFAULT_BYTES, DEFAULT_LATENCY
@@ -32,7 +40,6 @@ SHOWN = 12
 DEFAULT_AGENTS = 16
 DEFAULT_ERROR = 1e-3
 _MOST_MEASURING = 4
-_WIDTH_IN_FILE = 132
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +201,7 @@ def _measured(args: argparse.Namespace) -> Network | None:
 
 
 def _show(found: Recommendation, most: int | None) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILE, highlight=False)
+    console = words.console()
     console.print(_in_words(found.network, found.nbytes))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("way to average", no_wrap=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import config
 from ..observability.watch.launcher_link import StatusSender
-from ..observability.watch.live import JoiningLaunchers, LocalViewer, RemoteViewer, Watch
+from ..observability.watch.live import LocalViewer, RemoteViewer, Watch, tell_user
 from ..observability.watch.server import PageServer
 from ..rendezvous.elastic_join import Invitation
 from ..rendezvous.launch import LOOPBACK, join_address
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         run = read(Path(args.folder))
         with contextlib.closing(PageServer(lambda: run, args.port)) as server, Signals() as signals:
             print(f"watch the run at {server.address} (Ctrl-C ends it)", flush=True)
-            while not any(signum in _ENDS for signum in signals.wait_with(server, server.due - time.monotonic())):
+            while not any(signum in _ENDS for signum in signals.wait(server.due - time.monotonic(), server)):
                 server.serve()
     except (OSError, ValueError, OverflowError) as error:
         print(f"shoal watch: error: {error}", file=sys.stderr)
@@ -73,7 +73,7 @@ def watch_of(args: argparse.Namespace, host: str, port: int) -> Watch:
         where = join_address(host, port + 1)
         raise OSError(error.errno, f"cannot listen on {where}, for other launchers: {error.strerror}") from None
     shown = LocalViewer(size, args.agents, title, args.watch_port, begins)
-    shown.gather(JoiningLaunchers(listener, secret, args.nnodes - 1 + size - begins))
+    shown.gather(listener, secret, args.nnodes - 1 + size - begins)
     return shown
 
 
@@ -108,7 +108,7 @@ def listen_for_joining(watch: Watch | None, room: Invitation, secret: str, host:
     if nodes > 1:
         return port + 1  # where launchers of other machines connect
     listener = listen(host, 0, config.read().interface)
-    watch.gather(JoiningLaunchers(listener, secret, room.size - room.begins))
+    watch.gather(listener, secret, room.size - room.begins)
     return int(listener.getsockname()[1])
 
 
@@ -122,9 +122,7 @@ def watch_of_joining(room: Invitation, secret: str, host: str, agents: int) -> W
     try:
         return RemoteViewer(_status_sender(host, port, secret), agents)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            reason = "the page there does not show these agents"
-            print(f"shoal run: {reason}: {error.strerror or error}", file=sys.stderr, flush=True)
+        tell_user(f"the page there does not show these agents: {error.strerror or error}")
         return None
 
 

@@ -18,12 +18,10 @@ import numpy as np
 from ..topology.analysis.consensus import EXACT, rounds_to
 from ..topology.families.compose import AllReduce, Kronecker
 from ..topology.schedule import Schedule
-from .candidates import Averaging, averagings
-from .messages import ALLREDUCE, HIERARCHICAL, NEIGHBOR, Step
-from .network import Network
+from .messages import ALLREDUCE, HIERARCHICAL, NEIGHBOR, Averaging, Step, averagings
+from .network import Network, format_seconds
 from .simulation import simulate
 from .training import Training, steps_apart
-from .units import format_seconds
 
 AS_FAST = 0.05
 """Times that differ by less are equal: the model is not better than that, and fewer rounds are worth more."""

@@ -31,7 +31,7 @@ from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign
 from ..topology.analysis.span import DENSE_LIMIT, Span
 from ..topology.schedule import Schedule
 from .messages import NEIGHBOR
-from .units import ACCURACY, COMPRESSION, DIFFERENCE
+from .network import ACCURACY, COMPRESSION, DIFFERENCE
 
 Rows: TypeAlias = NDArray[np.float64]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from .traces import Flow, Trace, TracedTransfer
+from .traces import Flow, Trace, TracedTransfer, match
 
 STRETCH_SECONDS = 5.0
 """Clocks are compared in stretches of so long, where they drift."""
@@ -135,8 +135,14 @@ def _compare(of: Sequence[int], flows: Sequence[Flow], middle: int) -> dict[int,
     }
 
 
+def aligned(traces: Sequence[Trace]) -> tuple[list[ClockFit], list[Trace]]:
+    """The clock of each trace of a run, and the traces with all times by the first machine's clock."""
+    fits = align(traces, match(traces))
+    return fits, [on_one_clock(trace, fit) for trace, fit in zip(traces, fits, strict=True)]
+
+
 def on_one_clock(trace: Trace, clock: ClockFit) -> Trace:
-    """The traces with all times by the first machine's clock."""
+    """The trace with all times by the first machine's clock."""
     to = clock.corrected
     calls = [
         replace(

@@ -2,15 +2,28 @@
 
 There is one file for each agent and each start of it, with a JSON object a line, each written at once. So the lines of
 a killed agent are kept, and the other agents record when it was lost. ``shoal report`` makes a picture of a folder.
-``membership_recorder.py`` writes the log.
+
+This module does not import torch, because readers of the log need none.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+import os
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from .run_files import LOGS, open_own
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+    from ..fault_tolerance.agreement import MembershipChange
+    from ..runtime.agent import Agent
+
+log = logging.getLogger("shoal")
 
 CAME, CHANGED, LEFT = "came", "changed", "left"
 
@@ -37,14 +50,6 @@ class MembershipEvent:
     alive: tuple[int, ...] = ()
 
 
-PATTERN = "agent*.jsonl"
-
-
-def exist(folder: Path) -> bool:
-    """Whether a folder has files that look like records."""
-    return next(folder.glob(PATTERN), None) is not None
-
-
 def read(folder: Path) -> list[MembershipEvent]:
     """All lines of all agents, the oldest first.
 
@@ -53,7 +58,7 @@ def read(folder: Path) -> list[MembershipEvent]:
         ValueError: A file is no record; the message names it. (A last line that was cut off is left out.)
     """
     found = []
-    for path in sorted(folder.glob(PATTERN)):
+    for path in sorted(folder.glob(LOGS)):
         for line in path.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 try:
@@ -65,3 +70,54 @@ def read(folder: Path) -> list[MembershipEvent]:
     if not found:
         raise FileNotFoundError(f"there is no record of an agent in {folder}; run with SHOAL_RECORD={folder}")
     return sorted(found, key=lambda entry: entry.at)
+
+
+class MembershipRecorder:
+    """Writes the log of one agent."""
+
+    def __init__(self, agent: Agent, folder: Path) -> None:
+        self._agent = agent
+        incarnation = agent.engine.incarnation
+        stem = f"agent{agent.rank}" + (f".{incarnation}" if incarnation else "")
+        stem += f"-restart{agent.launch.attempt}" if agent.launch.attempt else ""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open_own(folder / f"{stem}.jsonl")
+        self._write(CAME, alive=agent.engine.agreed_members)
+        agent.engine.on_membership_change(self._changed)
+
+    def _changed(self, change: MembershipChange) -> None:
+        self._write(CHANGED, change.lost, change.entered, change.alive)
+
+    def _write(
+        self, what: str, lost: tuple[int, ...] = (), entered: tuple[int, ...] = (), alive: tuple[int, ...] = ()
+    ) -> None:
+        agent = self._agent
+        event = MembershipEvent(time.time(), agent.rank, agent.engine.incarnation, what, lost, entered, alive)
+        if self._file >= 0:
+            os.write(self._file, (json.dumps(asdict(event)) + "\n").encode())
+
+    def close(self) -> None:
+        self._write(LEFT)
+        os.close(self._file)
+        self._file = -1
+
+
+_recorders: dict[Engine, MembershipRecorder] = {}
+
+
+def attach(agent: Agent) -> None:
+    """Begin the log of a new agent, if one is wanted."""
+    folder = agent.config.record
+    if not folder:
+        return
+    try:
+        _recorders[agent.engine] = MembershipRecorder(agent, Path(folder) / agent.launch.beside)
+    except OSError as error:
+        log.error("SHOAL_RECORD=%s: rank %d goes without a record: %s", folder, agent.rank, error)
+
+
+def detach(agent: Agent) -> None:
+    """End the log of an agent that shuts down."""
+    recorder = _recorders.pop(agent.engine, None)
+    if recorder is not None:
+        recorder.close()

@@ -1,4 +1,6 @@
-"""What the writers and readers of a run's files share: files of this user alone, and the names in a trace."""
+"""What the writers and readers of a run's files share: files of this user alone, and the names of files
+and in a trace.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,25 @@ def open_own(path: Path) -> int:
         os.close(file)
         raise
     return file
+
+
+TRACES, LOGS = "shoal-rank*.json", "agent*.jsonl"
+"""The names of traces, and of membership logs, in a run's folder."""
+
+
+def kinds_in(folder: Path) -> tuple[bool, bool]:
+    """Whether a folder has files that look like traces, and files that look like membership logs.
+
+    Raises:
+        FileNotFoundError: It has neither.
+    """
+    found = any(folder.glob(TRACES)), any(folder.glob(LOGS))
+    if not any(found):
+        raise FileNotFoundError(
+            f"there is neither a trace nor a record of an agent in {folder}; run with SHOAL_TIMELINE={folder}, or "
+            f"SHOAL_RECORD={folder}"
+        )
+    return found
 
 
 FUSED = "small calls that travel together"

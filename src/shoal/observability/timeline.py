@@ -24,7 +24,6 @@ from .._signals import deferred
 from ..engine.engine import Engine
 from ..operations.events import Recording
 from ..runtime.agent import Agent, agent_context
-from ..runtime.bootstrap import on_start, on_stop
 from .trace_writer import Activity, TraceWriter
 
 log = logging.getLogger("shoal")
@@ -157,7 +156,8 @@ class Timeline:
                 self._writer.fail()
 
 
-def _attach(agent: Agent) -> None:
+def attach(agent: Agent) -> None:
+    """Begin the trace of a new agent, if one is wanted."""
     directory = agent.config.timeline
     if not directory:
         return
@@ -197,16 +197,8 @@ def start(agent: Agent, path: Path) -> None:
     _timelines[agent.engine] = Timeline(agent, path)
 
 
-def stop(agent: Agent) -> None:
+def detach(agent: Agent) -> None:
     """End the trace of an agent, if there is one."""
-    _detach(agent)
-
-
-def _detach(agent: Agent) -> None:
     timeline = _timelines.pop(agent.engine, None)
     if timeline is not None:
         timeline.close()
-
-
-on_start.append(_attach)
-on_stop.append(_detach)

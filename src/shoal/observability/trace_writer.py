@@ -4,6 +4,7 @@ ten times for each step and each call. So the common text of many lines is made 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -80,7 +81,6 @@ class TraceWriter:
         self._names: Counter[str] = Counter()  # that have rows, by kind
         self._in_flight: dict[tuple[str, int], tuple[str, _TraceRows, int]] = {}
         self._since: dict[tuple[str, int], int] = {}  # the last event of a process group for each operation in flight
-        self._quoted: dict[str, str] = {}
         self._lines: list[str] = []
         self._line_of: dict[str, Callable[[Fields], None]] = {
             "submitted": self._submitted,
@@ -153,8 +153,9 @@ class TraceWriter:
         rows = self._of(EXCHANGE, name)
         at = self._begin(name, round_, rows)
         named = _named(name) if rows.unlike else ""
-        operation = self._quoted.get(operation) or self._quote(operation)
-        self._lines.append(f'{{"ph":"B",{at}{_us(end)},"name":{operation},"args":{{"round":{round_}{named}}}}}')
+        self._lines.append(
+            f'{{"ph":"B",{at}{_us(end)},"name":{_quoted(operation)},"args":{{"round":{round_}{named}}}}}'
+        )
 
     def _begin(self, name: str, round_: int, rows: _TraceRows) -> str:
         row = rows.take()
@@ -312,13 +313,13 @@ class TraceWriter:
             rows.at.append(f'"pid":{self._rank},"tid":{self._number},"ts":')
         return rows.at[row]
 
-    def _quote(self, operation: str) -> str:
-        self._quoted[operation] = json.dumps(operation)
-        return self._quoted[operation]
-
     def _metadata(self, what: str, row: int, **arguments: Any) -> None:
         line = {"name": what, "ph": "M", "pid": self._rank, "tid": row, "args": arguments}
         self._lines.append(json.dumps(line, separators=(",", ":")))
+
+
+_quoted = functools.cache(json.dumps)
+"""Of the names of operations, which are few."""
 
 
 def _named(name: str) -> str:

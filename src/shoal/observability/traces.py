@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .run_files import ASKED, FUSED, MOVING, ORDERING
+from .run_files import ASKED, FUSED, MOVING, ORDERING, TRACES
 
-PATTERN = "shoal-rank*.json"
 _TO, _FROM, _ALL = "to ", "from ", "all from "
 
 
@@ -119,6 +118,11 @@ class TracedStep(NamedTuple):
     start: int
     end: int
 
+    @property
+    def length(self) -> int:
+        """Nanoseconds in all."""
+        return self.end - self.start
+
 
 class TracedMetric(NamedTuple):
     """A number that the script has measured: this agent's, and the mean of all; None if it was not finite."""
@@ -200,11 +204,6 @@ class TraceFolder:
         return sorted(set(range(size)) - {trace.rank for trace in self.traces})
 
 
-def exist(folder: Path) -> bool:
-    """Whether a folder has files that look like traces."""
-    return next(folder.glob(PATTERN), None) is not None
-
-
 def read(folder: Path) -> TraceFolder:
     """The traces in a folder: of the run of which there are most, the latest of several.
 
@@ -212,7 +211,7 @@ def read(folder: Path) -> TraceFolder:
         FileNotFoundError: There is none.
         ValueError: There are files that look like it, and none of them is.
     """
-    paths = sorted(folder.glob(PATTERN))
+    paths = sorted(folder.glob(TRACES))
     if not paths:
         raise FileNotFoundError(f"there is no trace of an agent in {folder}; run with SHOAL_TIMELINE={folder}")
     traces, skipped = [], []
@@ -288,7 +287,7 @@ def read_one(path: Path) -> Trace:
             reader.trace.torn = True
         else:
             reader.take(event)
-    return reader.whole()
+    return reader.trace
 
 
 class _TraceReader:
@@ -390,10 +389,6 @@ class _TraceReader:
             if place is not None:
                 received[place] = received[place]._replace(arrived=at)
 
-    def whole(self) -> Trace:
-        """All of it."""
-        return self.trace
-
 
 def names_of(traces: Sequence[Trace]) -> list[str]:
     """The names in a report for the agents of a run's traces: rank, and whether it had been restarted."""
@@ -404,11 +399,6 @@ def names_of(traces: Sequence[Trace]) -> list[str]:
         again = f" (restarted{f' {times} times' if times > 1 else ''})" if times else ""
         found.append(f"{trace.rank}{again}")
     return found
-
-
-def is_fused(call: TracedCall) -> bool:
-    """Whether a call is of several small ones."""
-    return call.name == FUSED
 
 
 @dataclass(frozen=True)
@@ -451,7 +441,7 @@ def match(traces: Sequence[Trace]) -> list[Flow]:
 
 def members(trace: Trace) -> dict[MessageKey, tuple[tuple[str, int, int], ...]]:
     """The fused calls of the messages of an agent that contain several."""
-    return {key_of(call): call.of for call in trace.calls if is_fused(call) and call.of}
+    return {key_of(call): call.of for call in trace.calls if call.name == FUSED and call.of}
 
 
 def key_of(call: TracedCall) -> MessageKey:

@@ -67,7 +67,7 @@ class BootstrapBarrier:
         self._ticket = 0  # number of calls of init for this rank, including this one
         self.published: dict[str, Any] = {}
         self._me = clock.random_hex(8)  # identifies this call of init
-        self._attempt = ""
+        self.attempt = ""  # the unique name of the attempt
         self._joined = False  # whether other agents may rely on this one
         self._complete = False  # whether all agents have joined
         self._notified = False  # whether another agent has published the failure
@@ -126,11 +126,6 @@ class BootstrapBarrier:
                 for source in ("all", *range(self._launch.begins)):
                     self.store.delete(self._key(f"{key}/{source}"))
 
-    @property
-    def attempt(self) -> str:
-        """The unique name of the attempt."""
-        return self._attempt
-
     def check(self) -> bool:
         """Whether this may be called again: not after rank 0 has closed its store, as it does once it has its links.
 
@@ -180,12 +175,12 @@ class BootstrapBarrier:
             if self._may_rejoin:
                 raise AlreadyMet
             self.store.delete(DIRECTORY)  # of an earlier barrier: restarted agents must join this attempt
-        self._attempt = clock.random_hex(8)
+        self.attempt = clock.random_hex(8)
         before = self._read("attempt").decode() if self.store.has("attempt") else ""
-        self.store.set("attempt", self._attempt.encode())
+        self.store.set("attempt", self.attempt.encode())
         # Agents that still wait in the earlier attempt follow this key into the new one.
         if before:
-            self.store.set(f"{before}/next", self._attempt.encode())
+            self.store.set(f"{before}/next", self.attempt.encode())
         self._joined = True
         self._set("place/0", place)
         others = range(1, self._launch.begins)
@@ -206,7 +201,7 @@ class BootstrapBarrier:
 
     def _follow(self, place: bytes) -> list[dict[str, Any]]:
         """Join the attempt of rank 0, and each later one, until all agents have joined one."""
-        self._attempt = self._first_of("attempt")[1].decode()
+        self.attempt = self._first_of("attempt")[1].decode()
         self._check_size()
         while True:
             over = self.store.has(self._key("over"))
@@ -232,7 +227,7 @@ class BootstrapBarrier:
                 self.note = json.loads(self._get("over"))
                 # The reason is read: otherwise rank 0 would keep its store open for this agent.
                 self._need_no_store()
-            self._attempt = self._first("next")[1].decode()
+            self.attempt = self._first("next")[1].decode()
 
     def _check_size(self) -> None:
         """Refuse a number of agents that differs from rank 0's, and notify the agents that still wait."""
@@ -250,7 +245,7 @@ class BootstrapBarrier:
     # The store
 
     def _key(self, key: str) -> str:
-        return f"{self._attempt}/{key}"
+        return f"{self.attempt}/{key}"
 
     def _set(self, key: str, value: bytes) -> None:
         self.store.set(self._key(key), value)
@@ -265,7 +260,7 @@ class BootstrapBarrier:
     def _first(self, *keys: str) -> tuple[str, bytes]:
         """The first of these keys that is set, and its value."""
         key, value = self._first_of(*(self._key(key) for key in keys))
-        return key.removeprefix(f"{self._attempt}/"), value
+        return key.removeprefix(f"{self.attempt}/"), value
 
     def _first_of(self, *keys: str) -> tuple[str, bytes]:
         """Like :meth:`_first`, with full key names. Raises if an awaited agent has ended, or this rank is taken

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from .socket_owner import address_of, owner_of
+from ..transport.addresses import address_of, owner_of
 from .store_requests import INT, LENGTH, WORD, Arguments, InvalidRequest, StoreRequest, scan
 
 NEWEST_TORCH = (2, 15)

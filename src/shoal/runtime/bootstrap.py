@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -54,11 +55,18 @@ FAREWELL_SECONDS = 10.0
 _taken: dict[int, AgentContext] = {}
 """The contexts of this process whose agents hold resources, by the ids of the contexts."""
 _abandoned: list[Engine] = []
-on_start: list[Callable[[Agent], None]] = []
-"""Called with every new agent; the timeline and other observers attach themselves here."""
-on_stop: list[Callable[[Agent], None]] = []
-_OBSERVERS = ("membership_recorder", "status_publisher", "timeline")
-"""The modules of these observers, in a higher layer; ``init`` imports them, because callers may not have done so."""
+
+
+def _observe(module: str, call: str, agent: Agent) -> None:
+    # By name, because the observers are in a higher layer.
+    getattr(import_module(f"shoal.observability.{module}"), call)(agent)
+
+
+_OBSERVERS = ("membership_log", "status_publisher", "timeline")
+on_start: list[Callable[[Agent], None]] = [partial(_observe, module, "attach") for module in _OBSERVERS]
+"""Called with every new agent."""
+on_stop: list[Callable[[Agent], None]] = [partial(_observe, module, "detach") for module in _OBSERVERS]
+"""Called with every agent that shuts down."""
 
 
 def init(
@@ -102,8 +110,6 @@ def init(
         NotInitialized: This process was forked from an agent's process.
         ValueError: A variable is invalid.
     """
-    for module in _OBSERVERS:
-        import_module(f"shoal.observability.{module}")
     with deferred:
         _init(agent_context(), topology_fn, is_weighted, on_loss, process_group, mesh)
 

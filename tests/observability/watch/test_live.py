@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shoal.observability.watch.launcher_link import StatusSender
-from shoal.observability.watch.live import JoiningLaunchers, LocalViewer
+from shoal.observability.watch.live import LocalViewer
 from support.leftovers import nothing_is_left, wait_until
 from support.status_messages import summary
 
@@ -45,7 +45,7 @@ def test_launchers_need_the_secret_of_the_current_attempt() -> None:
         for pid, secret in ((5, "of the first"), (6, "of the second")):
             listener = socket.create_server(("127.0.0.1", 0))
             address = listener.getsockname()
-            watch.gather(JoiningLaunchers(listener, secret, 1))
+            watch.gather(listener, secret, 1)
             reported = [StatusSender(socket.AF_INET, address, known) for known in ("of the first", "of the second")]
             for sender in reported:
                 tellers.callback(sender.close)

@@ -126,7 +126,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """End the trace; the file is complete then."""
-    timeline.stop(current("stop_timeline"))
+    timeline.detach(current("stop_timeline"))
 
 
 def broadcast_parameters(params: Parameters, root_rank: int, process_set: ProcessSet = global_process_set) -> None:

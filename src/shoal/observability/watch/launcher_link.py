@@ -20,7 +20,7 @@ import time
 from typing import Any, Protocol
 
 LABEL = b"shoal watch 1 "
-NONCE, PROOF, SEAL = 32, 32, 16
+NONCE, SEAL = 32, 16
 MOST_BYTES = (1 << 16) + 1024
 """Of a message."""
 MOST_WAITING = 1 << 19
@@ -38,13 +38,16 @@ _COUNT = struct.Struct(">Q")
 
 
 class StatusSink(Protocol):
-    """The receiver of the status messages."""
+    """The receiver of observations: the state of the run, or another launcher."""
 
-    def take(self, summary: dict[str, Any]) -> None: ...
+    def take(self, summary: dict[str, Any]) -> None:
+        """Receive a status message of an agent."""
 
-    def process(self, rank: int, pid: int, host: str, state: str) -> None: ...
+    def process(self, rank: int, pid: int, host: str, state: str) -> None:
+        """Receive the kernel's state of an agent's process."""
 
-    def ended(self, rank: int, how: str, well: bool) -> None: ...
+    def ended(self, rank: int, how: str, well: bool) -> None:
+        """An agent's process has ended."""
 
 
 def _mac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:

@@ -13,21 +13,26 @@ import json
 import os
 import selectors
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...transport.addresses import peer_credentials
 from ...transport.listeners import listen_privately
-from .launcher_link import StatusCollector, StatusSender
+from .launcher_link import StatusCollector, StatusSender, StatusSink
 from .run_state import RunState
 from .server import PageServer
 
 LOOK_SECONDS = 0.5
 """Between two looks at the processes of agents."""
+
+
+def tell_user(text: str) -> None:
+    """Print a message of ``shoal run`` on stderr, if that is open."""
+    with contextlib.suppress(OSError):
+        print(f"shoal run: {text}", file=sys.stderr, flush=True)
 
 
 class EventSource(Protocol):
@@ -36,34 +41,6 @@ class EventSource(Protocol):
     def fileno(self) -> int: ...
 
     def close(self) -> None: ...
-
-
-class ViewerSink(Protocol):
-    """The receiver of observations: the state of the run, or another launcher."""
-
-    def take(self, summary: dict[str, Any]) -> None:
-        """Receive a status message of an agent."""
-
-    def process(self, rank: int, pid: int, host: str, state: str) -> None:
-        """Receive the kernel's state of an agent's process."""
-
-    def ended(self, rank: int, how: str, well: bool) -> None:
-        """An agent's process has ended."""
-
-
-@dataclass(frozen=True)
-class JoiningLaunchers:
-    """The job's other launchers, on other machines and joining ones, as seen by the launcher that shows the job.
-
-    Attributes:
-        listener: The socket on which they connect.
-        secret: The secret of the job.
-        launchers: The limit of their number.
-    """
-
-    listener: socket.socket
-    secret: str
-    launchers: int
 
 
 class Watch:
@@ -77,7 +54,7 @@ class Watch:
         OSError: The socket for the agents' messages cannot be made.
     """
 
-    def __init__(self, sink: ViewerSink, agents: int) -> None:
+    def __init__(self, sink: StatusSink, agents: int) -> None:
         self._sink = sink
         self._host = socket.gethostname()
         self._pids: dict[int, int] = {}
@@ -136,9 +113,7 @@ class Watch:
                 for key in list(self._selector.get_map().values()):
                     self._selector.unregister(key.fileobj)
                 self._parts.close()
-            with contextlib.suppress(OSError):
-                problem = f"nobody can look on any more ({type(error).__name__}: {error})"
-                print(f"shoal run: {problem}", file=sys.stderr, flush=True)
+            tell_user(f"nobody can look on any more ({type(error).__name__}: {error})")
 
     def _next(self) -> float:
         return self._looked + LOOK_SECONDS
@@ -216,13 +191,20 @@ class LocalViewer(Watch):
             raise
         self._add(self._server, self._server.serve)
 
-    def gather(self, others: JoiningLaunchers) -> None:
-        """Receive the messages of other launchers, instead of the earlier ones. The listener is closed with this."""
+    def gather(self, listener: socket.socket, secret: str, launchers: int) -> None:
+        """Receive the messages of the job's other launchers, on other machines and joining ones, instead of the earlier
+        ones.
+
+        Args:
+            listener: The socket on which they connect; it is closed with this.
+            secret: The secret of the job.
+            launchers: The limit of their number.
+        """
         self._gather_no_more()
         if self._over:
-            others.listener.close()
+            listener.close()
             return
-        self._gatherer = StatusCollector(others.listener, others.secret, self.state, others.launchers + 4)
+        self._gatherer = StatusCollector(listener, secret, self.state, launchers + 4)
         self._selector.register(self._gatherer, selectors.EVENT_READ, self._gatherer.serve)
 
     def _gather_no_more(self) -> None:
@@ -281,7 +263,6 @@ class RemoteViewer(Watch):
 
 MOST_BYTES = 1 << 16
 """Of a summary."""
-_CREDENTIALS = struct.Struct("3i")
 _A_TURN = 64
 """Summaries that are read before others have their turn."""
 
@@ -330,8 +311,7 @@ class StatusListener:
             sock, _ = self._listener.accept()
         except OSError:
             return
-        _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid != os.getuid():
+        if peer_credentials(sock)[1] != os.getuid():
             sock.close()
             return
         if len(self._open) >= self._most:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from ...operations.edge_counters import NEIGHBOURS
 from .. import clocks, membership_log, traces
 from ..membership_log import CAME, LEFT, MembershipEvent
+from ..run_files import kinds_in
 from ..traces import Trace
 from .run_state import ABSENT, BYTES, COMPUTING, LOST, REJOINING, STARTING, STEP_TIME, WAITING, History, loss_of, window
 from .run_state import LEFT as HAS_LEFT
@@ -30,26 +30,12 @@ def read(folder: Path) -> dict[str, Any]:
         FileNotFoundError: The folder has neither a trace nor a membership log.
         ValueError: A file is malformed.
     """
-    of_traces, of_records = traces.exist(folder), membership_log.exist(folder)
-    if not of_traces and not of_records:
-        raise FileNotFoundError(
-            f"there is neither a trace nor a record of an agent in {folder}; run with SHOAL_TIMELINE={folder}, or "
-            f"SHOAL_RECORD={folder}"
-        )
+    of_traces, of_records = kinds_in(folder)
     entries = membership_log.read(folder) if of_records else []
     if not of_traces:
         return _LogReplay(entries).as_json()
-    found = traces.read(folder).traces
-    known = clocks.align(found, traces.match(found))
-    laid = [clocks.on_one_clock(trace, clock) for trace, clock in zip(found, known, strict=True)]
+    _, laid = clocks.aligned(traces.read(folder).traces)
     return _TraceReplay(laid, entries).as_json()
-
-
-@dataclass(frozen=True)
-class _Step:
-    ended: int
-    number: int
-    length: int
 
 
 class _TraceReplay:
@@ -212,10 +198,8 @@ class _TracedAgent:
         between = [message for message in self._sent if ops.get(message.key[:2], "").startswith(NEIGHBOURS)]
         self._between = between or self._sent
         self._between_at = [message.at for message in self._between]
-        self._steps = sorted(
-            (_Step(step.end, step.number, step.end - step.start) for step in trace.steps), key=lambda step: step.ended
-        )
-        self._steps_at = [step.ended for step in self._steps]
+        self._steps = sorted(trace.steps, key=lambda step: step.end)
+        self._steps_at = [step.end for step in self._steps]
         self._waits = sorted(trace.waits, key=lambda wait: wait.start)
         self._waits_at = [wait.start for wait in self._waits]
         self._coming: dict[tuple[str, int], list[tuple[int, int]]] = defaultdict(list)
@@ -249,7 +233,7 @@ class _TracedAgent:
         coming = self._coming.get((wait.name, wait.round))
         return None if coming is None else sorted({peer for peer, came in coming if came > at})
 
-    def step_at(self, at: int) -> _Step | None:
+    def step_at(self, at: int) -> traces.TracedStep | None:
         """The last that had ended."""
         number = bisect_right(self._steps_at, at)
         return self._steps[number - 1] if number else None
@@ -269,9 +253,7 @@ class _LogReplay:
 
     def as_json(self) -> dict[str, Any]:
         times = sorted({round(event.at - self._begin, 2) for event in self._entries})
-        frames = [
-            {"at": at, "agents": self._rows(at), "edges": []} for at in times[:: max(1, len(times) // MOMENTS)]
-        ] or []
+        frames = [{"at": at, "agents": self._rows(at), "edges": []} for at in times[:: max(1, len(times) // MOMENTS)]]
         return {
             "title": f"{self._size} agents, {times[-1]:.1f} s",
             "over": "a run that is over, as its records have it",

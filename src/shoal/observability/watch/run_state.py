@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from .status_message import NONSENSE, Number, StatusMessage
+from ...errors import NONSENSE
+from ..status_publisher import Number, StatusMessage
 
 MOST_POINTS = 240
 MOST_SERIES = 12

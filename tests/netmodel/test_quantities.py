@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.netmodel.units import format_rate, format_seconds, parse_rate, parse_seconds
+from shoal.netmodel.network import format_rate, format_seconds, parse_rate, parse_seconds
 
 
 @pytest.mark.parametrize(
