@@ -47,10 +47,10 @@ def small(agents: int, ring: float) -> Figures:
     return Figures("small", 4, agents, {"all_reduce": [0.1 * MS], "ring": [ring * MS], "one-peer": [0.05 * MS]})
 
 
-def many(ring: float) -> Figures:
+def many(ring: float, grouped: float = 10) -> Figures:
     gloo = {"all_reduce, async": [90 * MS], "all_reduce, in turn": [60 * MS]}
     gloo |= {"all_reduce_coalesced": [30 * MS], "all_reduce, joined": [20 * MS]}
-    return Figures("many", 4096, 4, {"ring": [ring * MS], **gloo})
+    return Figures("many", 4096, 4, {"ring": [ring * MS], "ring, grouped": [grouped * MS], **gloo})
 
 
 def windows(nbytes: int, window: float, copies: float = 80) -> Figures:
@@ -84,6 +84,7 @@ LIMITS = [
     ("ring, 4 B, 4 agents", 0, small(4, 0.119), small(4, 0.121)),
     ("ring, 4 B, 2 agents", 0, small(2, 0.099), small(2, 0.101)),
     ("100 operations in flight, 4 KB", 0, many(7.9), many(8.1)),
+    ("100 tensors in one call, 4 KB", 2, many(1, 29.9), many(1, 30.1)),
     ("win_put + win_update, 4 B", 0, windows(4, 99.9), windows(4, 100.1)),
     ("win_put + win_update, 16 MB", 0, windows(16_000_000, 199), windows(16_000_000, 201)),
     ("win_put + win_update, 100 MB", 0, windows(100_000_000, 199), windows(100_000_000, 201)),
@@ -111,7 +112,7 @@ def test_the_median_of_the_repetitions_is_judged() -> None:
 
 
 def test_many_operations_are_compared_with_gloos_fastest_mode() -> None:
-    row, apart = results.rows_of([many(10)])
+    row, apart, _ = results.rows_of([many(10)])
     assert (row.peer, row.peer_value, row.ratio) == ("Gloo all_reduce, joined", 20 * MS, "2.00x as fast")
     assert (apart.peer, apart.peer_value, apart.limit) == ("Gloo all_reduce, in turn, 100 of them", 60 * MS, "")
 
@@ -119,13 +120,17 @@ def test_many_operations_are_compared_with_gloos_fastest_mode() -> None:
 def test_small_sizes_are_shown_without_limits() -> None:
     measured = [large(), small(4, 1.0), small(2, 1.0), many(90), published(MIB), rounds(MIB), wire(0.3)]
     rows = results.rows_of(measured, judged=False)
-    assert len(rows) == len(results.rows_of(measured)) == 15
+    assert len(rows) == len(results.rows_of(measured)) == 16
     assert {(row.limit, row.met) for row in rows} == {("", None)}
 
 
 def test_the_table_has_its_own_order() -> None:
     kinds = [row.what.split(",")[0] for row in results.rows_of([rounds(0), many(1), large()])]
-    assert kinds[0] == "ring" and kinds[-3:] == [*["100 operations in flight"] * 2, "memory that 10"]
+    assert kinds[0] == "ring" and kinds[-4:] == [
+        *["100 operations in flight"] * 2,
+        "100 tensors in one call",
+        "memory that 10",
+    ]
 
 
 def test_the_markdown_has_every_figure_with_its_peer_limit_and_verdict() -> None:
@@ -313,7 +318,7 @@ def test_the_quick_benchmark_measures_everything_without_verdicts(
     assert kinds == [published, published, published, ("rounds", 4), ("small", 4), ("many", 4), window, window, window,
                      ("large", 4), ("large", 4), ("small", 2)]  # fmt: skip
     assert content["machine"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert len(content["rows"]) == 20
+    assert len(content["rows"]) == 21
     for row in content["rows"]:
         assert row["what"] in printed and row["met"] is None
     # Whatever the machine is busy with, a neighbourhood of any size reads one copy.

@@ -59,7 +59,7 @@ def small(reporter: Reporter, quick: bool) -> list[Figures]:
 
 
 def _many(reporter: Reporter, repetitions: int) -> Figures:
-    """Many small tensors at once: each an operation of its own, or (Gloo) all in one."""
+    """Many small tensors at once: each an operation of its own, or all in one."""
     count, elements = 100, 1024
     mine = [torch.full((elements,), float(shoal.rank() + k)) for k in range(count)]
     zeros = [torch.zeros(elements) for _ in range(count)]
@@ -72,6 +72,9 @@ def _many(reporter: Reporter, repetitions: int) -> Figures:
         handles = [shoal.neighbor_allreduce_nonblocking(x, out=out) for x, out in zip(mine, outs, strict=True)]
         for handle in handles:
             handle.wait()
+
+    def ring_grouped() -> None:
+        shoal.grouped_neighbor_allreduce(mine, out=outs)
 
     def all_reduce_async() -> None:
         works = [dist.all_reduce(x, async_op=True) for x in zeros]
@@ -96,13 +99,17 @@ def _many(reporter: Reporter, repetitions: int) -> Figures:
         "all_reduce_coalesced": all_reduce_coalesced,
         "all_reduce, joined": all_reduce_joined,
     }
-    seconds = compare(reporter, f"{count} operations of 4 KB", {"ring": ring, **gloo}, repetitions)
+    averages: dict[str, Case] = {"ring": ring, "ring, grouped": ring_grouped}
+    seconds = compare(reporter, f"{count} operations of 4 KB", {**averages, **gloo}, repetitions)
     for reduce in gloo.values():
         torch._foreach_copy_(zeros, [torch.ones(elements)] * count)
         reduce()
         _expect(torch.cat(zeros), float(shoal.size()))
-    for k, out in enumerate(outs):
-        _expect(out, _mean_around() + k)
+    for average in averages.values():
+        torch._foreach_zero_(outs)
+        average()
+        for k, out in enumerate(outs):
+            _expect(out, _mean_around() + k)
     return Figures("many", 4 * elements, shoal.size(), seconds)
 
 
