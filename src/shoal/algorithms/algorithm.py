@@ -206,7 +206,7 @@ _warned: dict[type[Algorithm], object] = {}
 """The classes whose missing declaration has caused a warning in this process."""
 
 
-def check_is_algorithm(algorithm: object) -> None:
+def check_algorithm(algorithm: object) -> None:
     """Check an algorithm's fields, and those of the one that it wraps.
 
     Raises:
@@ -225,7 +225,7 @@ def check_is_algorithm(algorithm: object) -> None:
         if field == "compressor" and not isinstance(held, Compressor):
             raise TypeError(f"{name}(compressor={held!r}): a compressor of shoal.compression is wanted, as TopK(0.1)")
         if field == "algorithm":
-            check_is_algorithm(held)
+            check_algorithm(held)
 
 
 def warn_of_undeclared_needs(algorithm: Algorithm) -> None:

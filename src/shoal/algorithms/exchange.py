@@ -23,7 +23,7 @@ from ..ops.robust import Robust, check_neighbours
 from ..runtime.agent import current
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
-from .algorithm import Algorithm, Gradient, check_is_algorithm, warn_of_undeclared_needs
+from .algorithm import Algorithm, Gradient, check_algorithm, warn_of_undeclared_needs
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE
 from .needs import check
 from .runs.conditions import Conditions
@@ -259,7 +259,7 @@ def run(
         ValueError: The mixing is not what the algorithm needs; the message names the failed condition. Or there are
             both ``conditions`` and ``resume``.
     """
-    check_is_algorithm(algorithm)
+    check_algorithm(algorithm)
     check(type(algorithm).__name__, algorithm.needs, topology, dimension=x.shape[-1], unchecked=unchecked)
     exchange = Exchange(topology, seed, algorithm=algorithm)
     mix = exchange if conditions is None else under(conditions, exchange, resume)

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..config import EXIT_NOTES, INCARNATION
 from ..fault_tolerance.rejoin_marker import is_marked
-from ..observability.watch.live import Watch, tell_user
+from ..observability.watch.live import Watch, print_message
 from ..runtime import exit_notes
 from .agent_output import STDERR, STDOUT, AgentOutput, AgentPipes
 from .launcher_signals import Signals
@@ -258,7 +258,7 @@ class AgentProcesses:
         if self._output is not None:
             self._output.print(f"shoal run: {text}")
         else:
-            tell_user(text)
+            print_message(text)
 
     def _ending(self) -> JobExit:
         lost = [self._outcomes[rank] for rank in sorted(self._outcomes) if self._outcomes[rank].code != 0]

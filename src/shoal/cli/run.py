@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from .. import config
 from ..config import BEGIN_WITH, INCARNATION, LAUNCHER, WATCH
-from ..observability.watch.live import Watch, tell_user
+from ..observability.watch.live import Watch, print_message
 from ..rendezvous.bootstrap_barrier import LOST
 from ..rendezvous.elastic_join import JOIN_SECONDS, Invitation, keep_secret
 from ..rendezvous.launch import LOOPBACK, join_address, parse_address
@@ -210,11 +210,11 @@ def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | 
     received = signals.read()
     if not _stopping(received):
         when = f" in {seconds:g} s" if seconds else ""
-        tell_user(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
+        print_message(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
     while True:
         stopping = _stopping(received)
         if stopping is not None:
-            tell_user(f"{stopping.name}: not begun again")
+            print_message(f"{stopping.name}: not begun again")
             return stopping
         if signal.SIGTSTP in received:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .. import config
 from ..observability.watch.launcher_link import StatusSender
-from ..observability.watch.live import LocalViewer, RemoteViewer, Watch, tell_user
+from ..observability.watch.live import LocalViewer, RemoteViewer, Watch, print_message
 from ..observability.watch.server import PageServer
 from ..rendezvous.elastic_join import Invitation
 from ..rendezvous.launch import LOOPBACK, join_address
@@ -122,7 +122,7 @@ def watch_of_joining(room: Invitation, secret: str, host: str, agents: int) -> W
     try:
         return RemoteViewer(_status_sender(host, port, secret), agents)
     except OSError as error:
-        tell_user(f"the page there does not show these agents: {error.strerror or error}")
+        print_message(f"the page there does not show these agents: {error.strerror or error}")
         return None
 
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 import networkx as nx
 import torch
 
-from ..algorithms.algorithm import Algorithm, check_is_algorithm
+from ..algorithms.algorithm import Algorithm, check_algorithm
 from ..algorithms.compressed import ChocoSGD, DeepSqueeze
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..algorithms.matrices import PowerGossip
@@ -74,7 +74,7 @@ def strategy_of(
     """The strategy of an algorithm: its own equation, or for the common ones a strategy that overlaps and copies
     less.
     """
-    check_is_algorithm(algorithm)
+    check_algorithm(algorithm)
     if overlap not in (None, "backward"):
         raise ValueError(f'overlap={overlap!r}: give "backward", or leave it out')
     by_parts = EquationDuringBackward if algorithm.separable else None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from ..algorithms.algorithm import Algorithm, Gradient, check_is_algorithm, warn_of_undeclared_needs
+from ..algorithms.algorithm import Algorithm, Gradient, check_algorithm, warn_of_undeclared_needs
 from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE
 from ..algorithms.needs import STATIC, Need, check, without
 from ..algorithms.runs.conditions import Conditions
@@ -429,7 +429,7 @@ class StackedFleet:
             ValueError: A shape is wrong, or the mixing does not meet the algorithm's needs; the message names the
                 failed condition and an alternative. Or ``conditions`` are combined with ``network`` or ``resume``.
         """
-        check_is_algorithm(algorithm)
+        check_algorithm(algorithm)
         warn_of_undeclared_needs(algorithm)
         if network is not None and (conditions is not None or topology is not None):
             raise ValueError("network= computes times for a topology that is known in advance, without conditions")

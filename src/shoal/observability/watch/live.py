@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.5
 """Between two looks at the processes of agents."""
 
 
-def tell_user(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message of ``shoal run`` on stderr, if that is open."""
     with contextlib.suppress(OSError):
         print(f"shoal run: {text}", file=sys.stderr, flush=True)
@@ -113,7 +113,7 @@ class Watch:
                 for key in list(self._selector.get_map().values()):
                     self._selector.unregister(key.fileobj)
                 self._parts.close()
-            tell_user(f"nobody can look on any more ({type(error).__name__}: {error})")
+            print_message(f"nobody can look on any more ({type(error).__name__}: {error})")
 
     def _next(self) -> float:
         return self._looked + LOOK_SECONDS
