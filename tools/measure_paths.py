@@ -15,11 +15,13 @@ import json
 import statistics
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+
+import networkx as nx
 
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
 ROUNDS = 20
@@ -47,11 +49,12 @@ def median_path(call: Callable[[], Any]) -> tuple[int, int]:
     return int(statistics.median(calls)), int(statistics.median(files))
 
 
-def paths_of_an_agent() -> dict[str, tuple[int, int]]:
-    """As one of two agents: what some calls pass."""
+def paths_of_an_agent() -> tuple[dict[str, tuple[int, int]], int]:
+    """As one of two agents: what some calls pass, and the largest circle of parts."""
     import torch
 
     import shoal
+    from shoal.runtime.agent import current
 
     shoal.init()
     shoal.set_topology(shoal.topology.RingGraph(2))
@@ -77,9 +80,39 @@ def paths_of_an_agent() -> dict[str, tuple[int, int]]:
         "window put and update, 4 bytes": median_path(put_and_update),
     }
     shoal.barrier()
-    first = shoal.rank() == 0
+    first, circle = shoal.rank() == 0, largest_circle(current("measure_paths").engine)
     shoal.shutdown()
-    return found if first else {}
+    return (found, circle) if first else ({}, 0)
+
+
+def held(part: object) -> Iterator[object]:
+    """The parts of an agent that a part has as attributes, also in containers; callbacks are not counted."""
+    slots = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
+    values = [*getattr(part, "__dict__", {}).values(), *(getattr(part, name, None) for name in slots)]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, (list, tuple, set, deque)):
+            values += value
+        elif type(value).__module__.startswith("shoal.") and not isinstance(value, type):
+            yield value
+
+
+def largest_circle(root: object) -> int:
+    """The number of classes in the largest circle of objects that hold each other, of all that ``root`` holds.
+
+    It includes objects held through a ``Protocol``, such as the receiver of a link's messages.
+    """
+    graph, seen, waiting = nx.DiGraph(), set[int](), [root]
+    while waiting:
+        part = waiting.pop()
+        if id(part) not in seen:
+            seen.add(id(part))
+            for other in held(part):
+                graph.add_edge(type(part).__name__, type(other).__name__)
+                waiting.append(other)
+    return max(map(len, nx.strongly_connected_components(graph)))
 
 
 class Size(NamedTuple):
@@ -136,7 +169,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.agent:
         found = paths_of_an_agent()
-        if found:
+        if found[1]:
             print(json.dumps(found), flush=True)
         return
     for what, size in sizes().items():
@@ -146,8 +179,10 @@ def main() -> None:
         run = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if run.returncode:
             raise SystemExit(run.stderr)
+        paths, circle = json.loads(run.stdout.splitlines()[0])
+        print(f"{'largest circle of parts of an agent at run time':55} {circle:6,}")
         print(f"\n{'one round on rank 0':35} calls  files")
-        for what, (calls, files) in json.loads(run.stdout.splitlines()[0]).items():
+        for what, (calls, files) in paths.items():
             print(f"{what:35} {calls:5}  {files:5}")
 
 

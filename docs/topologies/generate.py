@@ -84,15 +84,15 @@ shoal topology recommend --agents 64 --per-machine 8 --latency 5ms --bandwidth 1
 [papers.md](papers.md) has the tables of costs that papers print, and predictions beside what papers report.
 
 **How to read it.** A message is one model, sent by one agent to another; a round is over when all messages of it are.
-*Exact after* counts the rounds until everybody holds the exact average, and *rounds to 1e-6* those until the
+*Exact after* counts the rounds until all agents hold the exact average, and *rounds to 1e-6* those until the
 disagreement is a millionth of what it was. The *spectral gap* is the part of the disagreement that a round (or the
 rounds named) surely removes. The *average age* is how many rounds a contribution travels to another agent, on average
 over pairs. Agents that *share a NIC at once* send to other machines in the same round, with four, five and
 eight agents on a machine; above one, they wait for each other.
 
-In pictures an arrow is a message and a line an exchange. Agents of a machine stand together, and what goes between
-machines is orange; one thick line stands for all where every agent of a machine sends to every agent of another. Agents
-that rest in a round are pale, and so are the edges of other rounds.
+In pictures an arrow is a message and a line an exchange. Agents of a machine are side by side. Messages between
+machines are orange; one thick line stands for all where every agent of a machine sends to every agent of another.
+Agents that rest in a round are pale, and so are the edges of other rounds.
 """
 
 HOW_TO_ADD = '''\

@@ -60,7 +60,7 @@ def check_wrapped(wrapper: Algorithm, algorithm: Algorithm, every: int) -> None:
 
 
 def layers(algorithm: Algorithm) -> Iterator[Algorithm]:
-    """The algorithm, the one that it wraps, and so on."""
+    """Yield the algorithm, then the algorithm that it wraps, and so on."""
     inner: Algorithm | None = algorithm
     while inner is not None:
         yield inner
@@ -212,7 +212,7 @@ class _Corrected(Algorithm):
 
     @abstractmethod
     def _correction(self, state: State) -> torch.Tensor:
-        """What a local step subtracts beside ``lr g(x)``."""
+        """The correction that a local step subtracts, in addition to ``lr g(x)``."""
 
     @abstractmethod
     def _exchange(self, x: torch.Tensor, state: State, mix: Mix) -> tuple[torch.Tensor, State]:
@@ -221,7 +221,7 @@ class _Corrected(Algorithm):
 
 @dataclass(frozen=True)
 class KGT(_Corrected):
-    """K-GT: gradient tracking with local steps, on any doubly stochastic mixing, also one that changes.
+    """K-GT: gradient tracking with local steps. The mixing is doubly stochastic, and may change.
 
     A round of K = ``every`` steps from ``x0``: ``x+ = x - lr (g(x) + c)``. At its end ``z = (x0 - x) / (K lr)``,
     ``c+ = c - z + W z`` and ``x+ = W (x0 - outer_lr K lr z)``. At first ``c = mean(g) - g``, the mean over all agents

@@ -3,9 +3,9 @@ weights against the algorithm's needs. An unsuitable schedule is refused; other 
 
 For ``communication_type=hierarchical_neighbor_allreduce`` algorithms of machines are made from algorithms of agents.
 
-The knowledge of W depends on its source. Every agent knows the whole static topology. Weights that are set by hand are
-gathered once, when all agents begin their first exchange together, so W of that round is known. Of later rounds an
-agent knows only the weights that it has set itself: its row where it pulls, its column where it pushes.
+The knowledge of W depends on its source. Every agent knows the whole static topology. The weights that a
+script sets are gathered once, before the first exchange, so W of that round is known. Of later rounds an agent knows
+only the weights that it has set itself: its row where it pulls, its column where it pushes.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class WeightChecks:
     """Warns once if an optimizer averages with weights that are unsuitable for its algorithm.
 
     Args:
-        who: The names of the optimizer and its algorithm, for the warning.
+        who: The optimizer and its algorithm, as the warning names them.
         needs: The algorithm's needs, without those the user has waived.
     """
 
@@ -162,7 +162,7 @@ class WeightChecks:
         self._rounds = 0
 
     def begin(self, settings: Settings, name: str) -> None:
-        """The first exchange is about to begin on all agents: check all agents' weights that are set by hand."""
+        """Before the first exchange: gather the weights that the scripts of all agents have set, and check them."""
         own = _lines(settings)
         lines = allgather(own, name=f"{name}.weights")
         if self._wants_doubly and current("optim").rank == 0 and not bool((lines[:, 0] == _UNKNOWN).any()):

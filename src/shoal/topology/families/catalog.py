@@ -182,7 +182,7 @@ _STATIC = (
     Topology(
         "spanning-tree",
         spanning_tree,
-        "the exponential graph's tree from agent 0: no more than log2 n steps to it",
+        "the exponential graph's tree from agent 0: at most log2 n links from any agent to it",
         "networkx, breadth first",
         symmetric=True,
     ),
@@ -277,7 +277,9 @@ _ONE_PEER = (
     Topology("od-equi-dyn", ODEquiDyn, "to the one a random number of ranks ahead", _EQUITOPO),
     Topology("ou-equi-dyn", OUEquiDyn, "in pairs a random number of ranks apart", _EQUITOPO, symmetric=True),
     Topology("ceca", Ceca, "exact in ceil(log2 n) rounds with a second buffer, any number", _CECA),
-    Topology("ceca-pairs", CecaPairs, "the same in pairs, for an even number", _CECA, symmetric=True, refuses=odd),
+    Topology(
+        "ceca-pairs", CecaPairs, "CECA in pairs, for an even number of agents", _CECA, symmetric=True, refuses=odd
+    ),
 )
 
 _FINITE = (
