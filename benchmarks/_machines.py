@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from shoal.bench import jobs
-from shoal.bench.jobs import Progress, run_job
-from shoal.bench.meter import Figures
+from shoal.bench import measurement
+from shoal.bench.measurement import Figures, Progress, run_job
 
 DEVICE, PORT = "eth0", 29400
 # Below this the kernel lets a message through before it begins to count: 32 KiB at once is little beside 1 MB.
@@ -28,7 +27,7 @@ def obstacle() -> str:
     """Why no machines can be made here; empty if they can."""
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    tool = jobs.missing_tool()
+    tool = measurement.missing_tool()
     return f"there is no program {tool!r} (Debian: iproute2 and util-linux)" if tool else ""
 
 
@@ -45,24 +44,24 @@ def machines(count: int, rate: float, large_packets: bool = False) -> Iterator[l
     """
     limit = ["root", "tbf", "rate", f"{8 * rate:.0f}bit", "burst", BURST, "limit", QUEUE]
     with ExitStack() as held:
-        switch, *holders = [held.enter_context(jobs._namespace()) for _ in range(count + 1)]
+        switch, *holders = [held.enter_context(measurement._namespace()) for _ in range(count + 1)]
         at_switch, *inside = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in (switch, *holders)]
-        jobs._run(*at_switch, "ip", "link", "add", "bridge0", "type", "bridge")
-        jobs._run(*at_switch, "ip", "link", "set", "bridge0", "up")
+        measurement._run(*at_switch, "ip", "link", "add", "bridge0", "type", "bridge")
+        measurement._run(*at_switch, "ip", "link", "set", "bridge0", "up")
         for number, (pid, enter) in enumerate(zip(holders, inside, strict=True)):
             port = f"port{number}"
             ends = [port, "netns", str(switch), "type", "veth", "peer", "name", DEVICE, "netns", str(pid)]
-            jobs._run("ip", "link", "add", *ends)
-            jobs._run(*at_switch, "ip", "link", "set", port, "master", "bridge0", "up")
-            jobs._run(*enter, "ip", "address", "add", f"10.78.0.{number + 1}/24", "dev", DEVICE)
-            jobs._run(*enter, "ip", "link", "set", "lo", "up")
+            measurement._run("ip", "link", "add", *ends)
+            measurement._run(*at_switch, "ip", "link", "set", port, "master", "bridge0", "up")
+            measurement._run(*enter, "ip", "address", "add", f"10.78.0.{number + 1}/24", "dev", DEVICE)
+            measurement._run(*enter, "ip", "link", "set", "lo", "up")
             if large_packets:
-                jobs._run(*enter, "ip", "link", "set", DEVICE, "gso_max_size", str(LARGE_PACKET))
-            jobs._run(*enter, "ip", "link", "set", DEVICE, "up")
+                measurement._run(*enter, "ip", "link", "set", DEVICE, "gso_max_size", str(LARGE_PACKET))
+            measurement._run(*enter, "ip", "link", "set", DEVICE, "up")
             for name, value in _TCP.items():
-                jobs._run(*enter, "sysctl", "-q", "-w", f"net.ipv4.{name}={value}")
-            jobs._run(*enter, "tc", "qdisc", "add", "dev", DEVICE, *limit)
-            jobs._run(*at_switch, "tc", "qdisc", "add", "dev", port, *limit)
+                measurement._run(*enter, "sysctl", "-q", "-w", f"net.ipv4.{name}={value}")
+            measurement._run(*enter, "tc", "qdisc", "add", "dev", DEVICE, *limit)
+            measurement._run(*at_switch, "tc", "qdisc", "add", "dev", port, *limit)
         yield inside
 
 

@@ -18,7 +18,7 @@ def mlp(width: int, depth: int, batch: int) -> Callable[[], None]:
     model = nn.Sequential(*layers, nn.Linear(width, 10))
     inner = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     one_peer = topology.OnePeerExponential(shoal.size())
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(inner, model, topology=one_peer)
+    optimizer = shoal.DecentralizedOptimizer(inner, model, topology=one_peer)
     x, y = torch.randn(batch, width), torch.randint(0, 10, (batch,))
 
     def step() -> None:

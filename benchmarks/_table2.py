@@ -27,7 +27,7 @@ from _ways import (
     decentralized,
     synchronous,
 )
-from shoal.bench.meter import Case, Figures, Reporter, compare
+from shoal.bench.measurement import Case, Figures, Reporter, compare
 
 BATCH, LR = 16, 0.05
 TARGET = 0.97

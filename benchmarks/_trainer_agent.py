@@ -46,7 +46,10 @@ def main(args: argparse.Namespace) -> None:
         trainer = transformers.Trainer(model, transformers.TrainingArguments(**options), **data)
     elif args.way == "gradients":
         trainer = ShoalTrainer(
-            model, ShoalTrainingArguments(**options), **data, wrapper=shoal.optim.DistributedGradientAllreduceOptimizer
+            model,
+            ShoalTrainingArguments(**options),
+            **data,
+            wrapper=shoal.bluefog.DistributedGradientAllreduceOptimizer,
         )
     else:
         accumulate = 0 if args.way == "default" else 1

@@ -36,7 +36,7 @@ from _ways import (
     decentralized,
     synchronous,
 )
-from shoal.bench.meter import Case, Figures, Reporter, compare
+from shoal.bench.measurement import Case, Figures, Reporter, compare
 from shoal.runtime.agent import current
 
 MB = 1 << 20

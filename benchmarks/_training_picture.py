@@ -9,7 +9,7 @@ from typing import Any
 
 from _training_tables import goal_of
 from _ways import ATC, AWC, HIERARCHICAL_ATC, HIERARCHICAL_AWC, LOCAL, ONE_PEER, OVERLAP
-from shoal.bench.meter import Figures
+from shoal.bench.measurement import Figures
 
 COLOURS = {
     "DDP": "#1b1f23",

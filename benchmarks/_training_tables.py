@@ -24,7 +24,7 @@ from _ways import (
     PUSH_SUM,
     PUT,
 )
-from shoal.bench.meter import Figures
+from shoal.bench.measurement import Figures
 from shoal.bench.results import Row, amount, faster, speed_markdown, speed_table
 
 GOALS = {

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from _models import Batch
-from shoal.kernels.weighted_sum import weighted_sum
+from shoal.kernels.sums import weighted_sum
 from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.families.static import ring
 from shoal.topology.schedule import Schedule
@@ -35,13 +36,13 @@ CALLS_TIMED = 3
 """Steps of the MLP that are timed together."""
 
 WRAPPERS: dict[str, Callable[..., shoal.DecentralizedOptimizer]] = {
-    ATC: shoal.optim.DistributedAdaptThenCombineOptimizer,
-    AWC: shoal.optim.DistributedAdaptWithCombineOptimizer,
-    OVERLAP: shoal.optim.DistributedAdaptThenCombineOptimizer,
-    HIERARCHICAL_ATC: shoal.optim.DistributedAdaptThenCombineOptimizer,
-    HIERARCHICAL_AWC: shoal.optim.DistributedAdaptWithCombineOptimizer,
-    GRADIENTS: shoal.optim.DistributedGradientAllreduceOptimizer,
-    GRADIENTS_OVERLAP: shoal.optim.DistributedGradientAllreduceOptimizer,
+    ATC: shoal.DecentralizedOptimizer,
+    AWC: partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+    OVERLAP: shoal.DecentralizedOptimizer,
+    HIERARCHICAL_ATC: shoal.DecentralizedOptimizer,
+    HIERARCHICAL_AWC: partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+    GRADIENTS: shoal.bluefog.DistributedGradientAllreduceOptimizer,
+    GRADIENTS_OVERLAP: shoal.bluefog.DistributedGradientAllreduceOptimizer,
     PUT: shoal.optim.DistributedWinPutOptimizer,
     GET: shoal.optim.DistributedPullGetOptimizer,
     PUSH_SUM: shoal.optim.DistributedPushSumOptimizer,
@@ -113,8 +114,8 @@ class Rounds:
 
     def __init__(self, topology: Callable[[int], Schedule], between_machines: bool) -> None:
         self._kind = "machine_weights" if between_machines else "weights"
-        self._rank = shoal.machine_rank() if between_machines else shoal.rank()
-        self._schedule = topology(shoal.machine_size() if between_machines else shoal.size())
+        self._rank = shoal.bluefog.machine_rank() if between_machines else shoal.rank()
+        self._schedule = topology(shoal.bluefog.machine_size() if between_machines else shoal.size())
         self._round = 0
 
     def set(self, optimizer: Any) -> None:
@@ -266,7 +267,7 @@ def decentralized(way: str, model: nn.Module, **settings: float) -> Trainer:
     if way in (OVERLAP, GRADIENTS_OVERLAP):
         options["overlap"] = "backward"
     if way in (HIERARCHICAL_ATC, HIERARCHICAL_AWC):
-        options["communication_type"] = shoal.CommunicationType.hierarchical_neighbor_allreduce
+        options["communication_type"] = shoal.optim.CommunicationType.hierarchical_neighbor_allreduce
     return Trainer(model, WRAPPERS[way](sgd(model, **settings), model, **options))
 
 

@@ -32,8 +32,7 @@ from rich.console import Console
 import shoal
 from _machines import obstacle, run_on_machines
 from _training_tables import Sheet
-from shoal.bench.jobs import run_job
-from shoal.bench.meter import Case, Figures, LoadWatch, Reporter, compare, here
+from shoal.bench.measurement import Case, Figures, LoadWatch, Reporter, compare, here, run_job
 from shoal.runtime.agent import current
 
 RATE = 1e9 / 8

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,13 +44,15 @@ def exact_diffusion(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch
 
 
 def during_backward(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    return shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, model, overlap="backward")
+    return shoal.DecentralizedOptimizer(optimizer, model, overlap="backward")
 
 
 WAYS: dict[str, Make] = {
-    "adapt, then combine": shoal.optim.DistributedAdaptThenCombineOptimizer,
-    "adapt with combine": shoal.optim.DistributedAdaptWithCombineOptimizer,
-    "averaged gradients": shoal.optim.DistributedGradientAllreduceOptimizer,
+    "adapt, then combine": shoal.DecentralizedOptimizer,
+    "adapt with combine": partial(
+        shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)
+    ),
+    "averaged gradients": shoal.bluefog.DistributedGradientAllreduceOptimizer,
     "during the backward pass": during_backward,
     "windows, put": shoal.optim.DistributedWinPutOptimizer,
     "windows, push-sum": shoal.optim.DistributedPushSumOptimizer,

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 import shoal
 from shoal.algorithms import Algorithm, GradientDescent, Momentum, RobustMixing
 from shoal.data import dirichlet_shards
-from shoal.ops.robust import Robust
+from shoal.ops.robust_rules import Robust
 from shoal.sim import (
     Adversary,
     ALittleIsEnough,

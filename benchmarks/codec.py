@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK, Zstd
-from shoal.compression.draws import Redrawn
+from shoal.compression.random_numbers import Redrawn
 
 COMPRESSORS: dict[str, Compressor] = {
     "Identity()": Identity(),

@@ -34,7 +34,7 @@ from _machines import obstacle, run_on_machines
 from _models import nbytes_of, vgg16
 from _ways import LOCAL, DataParallel, Trainer, alone, sgd
 from shoal.algorithms import PowerGossip
-from shoal.bench.meter import Figures, Reporter, compare
+from shoal.bench.measurement import Figures, Reporter, compare
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK, Zstd
 from shoal.optim.malloc_trimming import keep_freed_memory
 from shoal.topology import OnePeerHypercube
@@ -78,7 +78,7 @@ in_bfloat16.__annotations__ = {}  # torch does not know them as strings
 
 
 def one_peer(model: nn.Module, compression: Compressor | None = None, overlap: str | None = None) -> Trainer:
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
+    optimizer = shoal.DecentralizedOptimizer(
         sgd(model), model, topology=OnePeerHypercube(shoal.size()), compression=compression, overlap=overlap
     )
     return Trainer(model, optimizer)
@@ -92,7 +92,9 @@ def power_gossip(model: nn.Module, rank: int, iterations: float = 1) -> Trainer:
 
 
 def averaged(model: nn.Module, compression: Compressor) -> Trainer:
-    return Trainer(model, shoal.optim.DistributedGradientAllreduceOptimizer(sgd(model), model, compression=compression))
+    return Trainer(
+        model, shoal.bluefog.DistributedGradientAllreduceOptimizer(sgd(model), model, compression=compression)
+    )
 
 
 WAYS: dict[str, Callable[[nn.Module], Trainer]] = {

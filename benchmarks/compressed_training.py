@@ -92,7 +92,7 @@ def train(
     train_set, (images, labels) = data
     model = own[shoal.rank()]
     shards = shoal.data.dirichlet_shards(train_set.tensors[1], alpha=args.alpha, seed=seed)
-    sampler = shoal.AgentSampler(train_set, shards[shoal.rank()], seed=seed)
+    sampler = shoal.data.AgentSampler(train_set, shards[shoal.rank()], seed=seed)
     loader = DataLoader(train_set, batch_size=args.batch, sampler=sampler)
     local: torch.optim.Optimizer
     if args.one_bit_adam:
@@ -102,10 +102,10 @@ def train(
     else:
         local = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
     if args.gradients:
-        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(local, model, compression=compressor)
+        optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(local, model, compression=compressor)
     else:
         topology = TOPOLOGIES[args.topology](shoal.size())
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
+        optimizer = shoal.DecentralizedOptimizer(
             local, model, topology=topology, compression=compressor, mix_state=None if compressor else ()
         )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs * len(loader))

@@ -25,8 +25,7 @@ from rich.table import Table
 
 import shoal
 from _machines import obstacle, run_on_machines
-from shoal.bench.jobs import run_job
-from shoal.bench.meter import Figures, Reporter, compare
+from shoal.bench.measurement import Figures, Reporter, compare, run_job
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK
 
 NUMEL = 15_245_130

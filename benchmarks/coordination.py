@@ -32,8 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
-from shoal.bench.jobs import run_job
-from shoal.bench.meter import Figures, LoadWatch, Reporter, compare
+from shoal.bench.measurement import Figures, LoadWatch, Reporter, compare, run_job
 
 OPERATIONS = 160
 AGENTS = (2, 4, 8)
@@ -82,7 +81,7 @@ def one_by_one(tensors: list[torch.Tensor], order: Callable[[], Sequence[int]]) 
 
     def act() -> None:
         handles = [
-            shoal.allreduce_nonblocking(tensors[place], name=f"gradient {place}", out=outs[place]) for place in order()
+            shoal.nonblocking.allreduce(tensors[place], name=f"gradient {place}", out=outs[place]) for place in order()
         ]
         for handle in handles:
             handle.wait()
@@ -98,7 +97,7 @@ def in_groups(tensors: list[torch.Tensor], count: int) -> Callable[[], None]:
 
     def act() -> None:
         handles = [
-            shoal.grouped_allreduce_nonblocking(groups[place], name=f"group {place} of {count}", out=outs[place])
+            shoal.nonblocking.grouped_allreduce(groups[place], name=f"group {place} of {count}", out=outs[place])
             for place in draw.sample(range(count), count)
         ]
         for handle in handles:

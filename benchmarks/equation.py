@@ -21,7 +21,7 @@ from torch import nn
 
 import shoal
 from shoal.algorithms import GradientDescent
-from shoal.bench.meter import Reporter, compare
+from shoal.bench.measurement import Reporter, compare
 from shoal.optim.malloc_trimming import keep_freed_memory
 
 

@@ -26,8 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 import shoal
-from shoal.bench.jobs import run_job
-from shoal.bench.meter import Figures, LoadWatch, Reporter, compare
+from shoal.bench.measurement import Figures, LoadWatch, Reporter, compare, run_job
 from shoal.ops import fused_ops
 
 KINDS = ("static", "push-pull", "allreduce")
@@ -41,12 +40,12 @@ Medians = dict[tuple[str, int, int], tuple[float, float]]
 
 def begun(kind: str, tensor: torch.Tensor, out: torch.Tensor) -> shoal.Handle[torch.Tensor]:
     if kind == "static":
-        return shoal.neighbor_allreduce_nonblocking(tensor, out=out)
+        return shoal.nonblocking.neighbor_allreduce(tensor, out=out)
     if kind == "allreduce":
-        return shoal.allreduce_nonblocking(tensor, out=out)
+        return shoal.nonblocking.allreduce(tensor, out=out)
     rank, size = shoal.rank(), shoal.size()
     sources = {(rank + hop) % size: 1 / 3 for hop in (1, -1)}
-    return shoal.neighbor_allreduce_nonblocking(tensor, 1 / 3, sources, list(sources), out=out)
+    return shoal.nonblocking.neighbor_allreduce(tensor, 1 / 3, sources, list(sources), out=out)
 
 
 def all_of(kind: str, count: int, nbytes: int, threshold: int) -> Callable[[], None]:

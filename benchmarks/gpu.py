@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.kernels import Implementation, implementation_of, why_not_triton
-from shoal.kernels.weighted_sum import weighted_sum
+from shoal.kernels.sums import weighted_sum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CHECKED = 100_003

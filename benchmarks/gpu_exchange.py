@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from _large_models import MODELS, Loss
-from shoal.kernels.weighted_sum import weighted_sum
+from shoal.kernels.sums import weighted_sum
 from shoal.topology import OnePeerExponential
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

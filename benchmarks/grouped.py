@@ -21,13 +21,13 @@ from coordination import resnet_50
 
 def ways(tensors: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
     def alone() -> None:
-        handles = [shoal.allreduce_nonblocking(one, name=f"gradient {k}") for k, one in enumerate(tensors)]
+        handles = [shoal.nonblocking.allreduce(one, name=f"gradient {k}") for k, one in enumerate(tensors)]
         for handle in handles:
             handle.wait()
 
     def in_groups(count: int) -> None:
         groups = [tensors[k::count] for k in range(count)]
-        handles = [shoal.grouped_allreduce_nonblocking(one, name=f"{count}.{k}") for k, one in enumerate(groups)]
+        handles = [shoal.nonblocking.grouped_allreduce(one, name=f"{count}.{k}") for k, one in enumerate(groups)]
         for handle in handles:
             handle.wait()
 

@@ -33,7 +33,7 @@ from rich.table import Table
 
 import shoal
 from _machines import run_on_machines
-from shoal.bench.meter import Figures, Load, LoadWatch, Reporter, compare, here
+from shoal.bench.measurement import Figures, Load, LoadWatch, Reporter, compare, here
 from shoal.netmodel import Link, Network, Step, direct_allreduce, hierarchical, ring_allreduce, rounds_of, simulate
 from shoal.netmodel.network import parse_rate
 from shoal.netmodel.probe import Observation, fit_link
@@ -94,7 +94,7 @@ def averaging(
                 continue
             if before is not None:
                 before.wait()
-            before = shoal.neighbor_allreduce_nonblocking(x, *weights, enable_topo_check=False)
+            before = shoal.nonblocking.neighbor_allreduce(x, *weights, enable_topo_check=False)
         if before is not None:
             before.wait()
 
@@ -147,10 +147,10 @@ def _gloo_allreduce(x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _hierarchical(x: torch.Tensor, out: torch.Tensor) -> None:
-    count, machine = shoal.machine_size(), shoal.machine_rank()
+    count, machine = shoal.bluefog.machine_size(), shoal.bluefog.machine_rank()
     beside = sorted({(machine - 1) % count, (machine + 1) % count} - {machine})
     weights = 1 / 3, dict.fromkeys(beside, 1 / 3), beside
-    shoal.hierarchical_neighbor_allreduce(x, *weights, enable_topo_check=False, out=out)
+    shoal.bluefog.hierarchical_neighbor_allreduce(x, *weights, enable_topo_check=False, out=out)
 
 
 def cases_of(part: str, size: int, per_machine: int) -> list[Case]:

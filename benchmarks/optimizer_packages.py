@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import shoal
-from shoal.algorithms import ExactDiffusion
+from shoal.algorithms import ExactDiffusion, GradientDescent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from _data import load, seeded
@@ -66,15 +66,15 @@ def optimizers() -> dict[str, tuple[Make, tuple[str, ...]]]:
 
 
 WAYS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "gradients": lambda inner, model, ring, mixed: shoal.optim.DistributedGradientAllreduceOptimizer(inner, model),
-    "adapt, then combine": lambda inner, model, ring, mixed: shoal.optim.DistributedAdaptThenCombineOptimizer(
+    "gradients": lambda inner, model, ring, mixed: shoal.bluefog.DistributedGradientAllreduceOptimizer(inner, model),
+    "adapt, then combine": lambda inner, model, ring, mixed: shoal.DecentralizedOptimizer(
         inner, model, topology=ring, mix_state=()
     ),
-    "with mix_state": lambda inner, model, ring, mixed: shoal.optim.DistributedAdaptThenCombineOptimizer(
+    "with mix_state": lambda inner, model, ring, mixed: shoal.DecentralizedOptimizer(
         inner, model, topology=ring, mix_state=mixed
     ),
-    "adapt with combine": lambda inner, model, ring, mixed: shoal.optim.DistributedAdaptWithCombineOptimizer(
-        inner, model, topology=ring, mix_state=mixed
+    "adapt with combine": lambda inner, model, ring, mixed: shoal.DecentralizedOptimizer(
+        inner, model, GradientDescent(1.0, atc=False), topology=ring, mix_state=mixed
     ),
     "exact diffusion": lambda inner, model, ring, mixed: shoal.DecentralizedOptimizer(
         inner, model, ExactDiffusion(1.0, lazy=True), topology=ring

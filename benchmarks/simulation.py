@@ -30,19 +30,19 @@ from rich.table import Table
 
 from shoal.algorithms import GradientDescent
 from shoal.algorithms.schedule_weights import ScheduleWeights
-from shoal.bench.meter import LoadWatch, here
-from shoal.sim import StackedFleet, StackedMix, per_agent, products
+from shoal.bench.measurement import LoadWatch, here
+from shoal.sim import StackedFleet, StackedMix, mixing_products, per_agent
 from shoal.topology.families.graphs import ExponentialTwoGraph, MeshGrid2DGraph
 from shoal.topology.families.one_peer import OnePeerExponential, OnePeerHypercube
 from shoal.topology.families.static import ring
+from shoal.topology.mixing import with_metropolis_hastings_weights
 from shoal.topology.schedule import Schedule, Static
-from shoal.topology.weights import with_metropolis_hastings_weights
 
 DIMENSION = 100
 ROUND_LIMIT, MEMORY_LIMIT, MINUTE = 2.5, 3.0, 60.0
 MB = 1_000_000
 _CORES = os.cpu_count() or 1
-_ONE_THREAD = products._ONE_THREAD
+_ONE_THREAD = mixing_products._ONE_THREAD
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,9 @@ def beside_others(repetitions: int) -> list[Row]:
             x = torch.randn(size, dimension, generator=torch.Generator().manual_seed(0))
             weights, out = ScheduleWeights(MeshGrid2DGraph(size))[0], torch.empty_like(x)
             took = []
-            for limit in (products._ONE_THREAD, 0):
-                products._ONE_THREAD = limit
-                multiply = products.product(weights, "mix", x.dtype, x.device)
+            for limit in (mixing_products._ONE_THREAD, 0):
+                mixing_products._ONE_THREAD = limit
+                multiply = mixing_products.product(weights, "mix", x.dtype, x.device)
                 multiply(out, x)
                 times = []
                 for _ in range(repetitions):
@@ -171,7 +171,7 @@ def beside_others(repetitions: int) -> list[Row]:
                     multiply(out, x)
                     times.append(time.perf_counter() - began)
                 took.append((median(times), sum(times) / len(times)))
-            products._ONE_THREAD = _ONE_THREAD
+            mixing_products._ONE_THREAD = _ONE_THREAD
             (middle, mean), (middle_of_several, mean_of_several) = took
             what = f"a grid's sparse product beside busy processes, {size} agents, d = {dimension}"
             compared = (

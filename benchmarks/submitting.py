@@ -26,7 +26,7 @@ def main() -> None:
     submitting, rest = [], []
     for _ in range(REPETITIONS):
         began = time.perf_counter()
-        handles = [shoal.neighbor_allreduce_nonblocking(x, out=out) for x, out in zip(tensors, outs, strict=True)]
+        handles = [shoal.nonblocking.neighbor_allreduce(x, out=out) for x, out in zip(tensors, outs, strict=True)]
         submitted = time.perf_counter()
         for handle in handles:
             handle.wait()

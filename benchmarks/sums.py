@@ -26,9 +26,9 @@ from statistics import median
 
 import torch
 
-from shoal.bench.meter import LoadWatch, here
-from shoal.kernels.native import sums, why_not_native
-from shoal.kernels.weighted_sum import weighted_sum
+from shoal.bench.measurement import LoadWatch, here
+from shoal.kernels import native
+from shoal.kernels.sums import weighted_sum
 
 WEIGHTS = [0.3, 0.5, 0.2]
 KERNELS, PLAIN, STREAMING = "compiled kernels", "C, ordinary stores", "C, non-temporal stores"
@@ -77,7 +77,7 @@ def ways_of(n: int, program: ctypes.CDLL) -> dict[str, Callable[[], object]]:
 
     return {
         "torch": by_torch,
-        KERNELS: lambda: sums.weigh(out, [a, b, c], WEIGHTS),
+        KERNELS: lambda: native.weigh(out, [a, b, c], WEIGHTS),
         PLAIN: lambda: program.plain(*given),
         STREAMING: lambda: program.streaming(*given),
         "copy": lambda: out.copy_(a),
@@ -120,8 +120,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--repetitions", type=int, default=15)
     options = parser.parse_args()
-    if why_not_native() is not None:
-        print(f"the compiled kernels are not used: {why_not_native()}")
+    if native.why_not_native() is not None:
+        print(f"the compiled kernels are not used: {native.why_not_native()}")
         return 1
     watch, missed = LoadWatch(), []
     with tempfile.TemporaryDirectory() as folder:

@@ -47,7 +47,7 @@ def burst() -> Call:
     xs = [torch.ones(KIB) for _ in range(100)]
 
     def call() -> None:
-        for handle in [shoal.neighbor_allreduce_nonblocking(x) for x in xs]:
+        for handle in [shoal.nonblocking.neighbor_allreduce(x) for x in xs]:
             handle.wait()
 
     return call
@@ -55,7 +55,7 @@ def burst() -> Call:
 
 def means(nbytes: int) -> Call:
     x, out = torch.ones(nbytes // 4), torch.empty(nbytes // 4)
-    return lambda: shoal.allreduce_nonblocking(x, out=out).wait()
+    return lambda: shoal.nonblocking.allreduce(x, out=out).wait()
 
 
 def training(algorithm: shoal.algorithms.Algorithm) -> Call:

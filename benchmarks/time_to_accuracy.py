@@ -39,7 +39,7 @@ from _ways import Trainer
 from compressed_steps import WAYS as EVERY_STEP
 from compressed_steps import one_peer
 from compressed_training import cifar10, convolutions, digits
-from shoal.bench.meter import Figures, Reporter
+from shoal.bench.measurement import Figures, Reporter
 from shoal.compression import Compressor, MinMaxUInt8, Zstd
 from shoal.optim.malloc_trimming import keep_freed_memory
 

@@ -29,10 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 import shoal
 from _blocks import paired, show
 from _steps import mlp
+from shoal.execution.events import Events, Fields, Recording, span
 from shoal.observability.timeline import QUEUE_LIMIT, Timeline
 from shoal.observability.trace_writer import TraceWriter
-from shoal.operations.events import Events, Fields, Recording
-from shoal.operations.profiling import span
 from shoal.runtime.agent import current
 
 CALLS = 100
@@ -41,7 +40,7 @@ TIMES = 8
 
 def small_calls() -> None:
     """A hundred nonblocking calls of 4 KB, all in flight before the first is waited for."""
-    handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(1024)) for _ in range(CALLS)]
+    handles = [shoal.nonblocking.neighbor_allreduce(torch.ones(1024)) for _ in range(CALLS)]
     for handle in handles:
         handle.wait()
 

@@ -34,8 +34,7 @@ import shoal
 from _machines import obstacle, run_on_machines
 from _training_tables import tables_of
 from _ways import GET, GRADIENTS, GRADIENTS_OVERLAP, LOCAL, PUSH_SUM, PUT, synchronous
-from shoal.bench.jobs import Progress, run_job
-from shoal.bench.meter import Figures, LoadWatch, Reporter, here
+from shoal.bench.measurement import Figures, LoadWatch, Progress, Reporter, here, run_job
 from shoal.optim.malloc_trimming import keep_freed_memory
 
 SCRIPT = str(Path(__file__).resolve())

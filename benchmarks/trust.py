@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import shoal
-from shoal.bench.jobs import ADDRESSES, two_machines, wire_seconds
+from shoal.bench.measurement import ADDRESSES, two_machines, wire_seconds
 from shoal.cli.certificates import make
 
 MIB = 1 << 20

@@ -25,9 +25,9 @@ import shoal
 from _blocks import paired, show
 from _steps import mlp
 from shoal.config import WATCH
+from shoal.execution.events import EdgeCounters
 from shoal.observability import status_publisher
 from shoal.observability.status_publisher import SECONDS, StatusPublisher
-from shoal.operations.edge_counters import EdgeCounters
 from shoal.runtime.agent import current
 
 OFTEN = 20

@@ -21,7 +21,7 @@ import torch
 from matplotlib.axes import Axes
 
 import shoal
-from shoal.operations.events import Event
+from shoal.execution.events import Event
 
 PICTURE = Path(__file__).parent / "images" / "coordination.png"
 AGENTS, NAMES = 3, "ABCDEF"
@@ -40,11 +40,11 @@ def step(number: int) -> Seen:
             seen[event.kind][event.name] = event.end / 1e6
 
     shoal.barrier()
-    stop = shoal.events().subscribe(note)
+    stop = shoal.observability.events().subscribe(note)
     order = random.Random(number * AGENTS + shoal.rank()).sample(NAMES, len(NAMES))
     handles = []
     for name in order:
-        handles.append(shoal.allreduce_nonblocking(torch.ones(1 << 16), name=name))
+        handles.append(shoal.nonblocking.allreduce(torch.ones(1 << 16), name=name))
         time.sleep(PAUSE)
     for handle in handles:
         handle.wait()

@@ -17,6 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 import shoal
-from shoal.bench.jobs import ADDRESSES, two_machines
+from shoal.bench.measurement import ADDRESSES, two_machines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,12 +44,15 @@ class Way:
 
 
 WAYS = {
-    "gradients": Way("gradient all-reduce", shoal.optim.DistributedGradientAllreduceOptimizer, "backward"),
-    "atc": Way("adapt, then combine (ATC)", shoal.optim.DistributedAdaptThenCombineOptimizer),
+    "gradients": Way("gradient all-reduce", shoal.bluefog.DistributedGradientAllreduceOptimizer, "backward"),
+    "atc": Way("adapt, then combine (ATC)", shoal.DecentralizedOptimizer),
     "atc during backward": Way(
-        'adapt, then combine (ATC), overlap="backward"', shoal.optim.DistributedAdaptThenCombineOptimizer, "backward"
+        'adapt, then combine (ATC), overlap="backward"', shoal.DecentralizedOptimizer, "backward"
     ),
-    "awc": Way("adapt with combine (AWC)", shoal.optim.DistributedAdaptWithCombineOptimizer),
+    "awc": Way(
+        "adapt with combine (AWC)",
+        partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+    ),
 }
 
 
@@ -61,7 +65,7 @@ class RecordedSGD(torch.optim.SGD):
     row = ""
 
     def step(self, closure: Any = None) -> Any:
-        with shoal.timeline_context(self.row, "local step"):
+        with shoal.observability.timeline_context(self.row, "local step"):
             return super().step(closure)
 
 
@@ -85,10 +89,10 @@ class Training:
 
     def iterate(self, inputs: torch.Tensor) -> None:
         """One step; ``inputs`` are what the first layer takes."""
-        with shoal.timeline_context(self._name, "iteration"):
+        with shoal.observability.timeline_context(self._name, "iteration"):
             self.optimizer.zero_grad()
             self.model(inputs).square().mean().backward()
-            with shoal.timeline_context(self._name, "step()"):
+            with shoal.observability.timeline_context(self._name, "step()"):
                 self.optimizer.step()
 
 
@@ -118,11 +122,11 @@ def _record(layer: torch.nn.Module, row: str) -> None:
 
 
 def _begin(row: str, name: str) -> None:
-    shoal.timeline_start_activity(row, name)
+    shoal.observability.timeline_start_activity(row, name)
 
 
 def _end(row: str) -> None:
-    shoal.timeline_end_activity(row)
+    shoal.observability.timeline_end_activity(row)
 
 
 # Its trace

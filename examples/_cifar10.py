@@ -40,8 +40,8 @@ class Images:
         """The chosen images in batches, augmented. The last ones, too few for a batch, are left out.
 
         An image is cropped and flipped as its own draw of this epoch says, whoever sees it. So with images that
-        `shoal.AgentSampler` chooses, which deals one order out to all agents, an epoch is the same for any number of
-        agents with as many images in all their batches together.
+        `shoal.data.AgentSampler` chooses, which deals one order out to all agents, an epoch is the same for any number
+        of agents with as many images in all their batches together.
 
         Args:
             chosen: Numbers of images, in their order.

@@ -19,10 +19,10 @@ from rich.table import Table
 
 import shoal
 
-WRAPPERS: dict[str, Callable[..., shoal.DecentralizedOptimizer]] = {
-    "atc": shoal.DecentralizedOptimizer,
-    "awc": shoal.optim.DistributedAdaptWithCombineOptimizer,
-    "allreduce": shoal.optim.DistributedGradientAllreduceOptimizer,
+ALGORITHMS = {
+    "atc": shoal.algorithms.GradientDescent(1.0),
+    "awc": shoal.algorithms.GradientDescent(1.0, atc=False),
+    "allreduce": shoal.algorithms.ParallelGradientDescent(1.0),
 }
 TITLES = {"atc": "adapt, then combine", "awc": "adapt with combine", "allreduce": "all-reduce"}
 TOPOLOGIES: dict[str, Callable[[int], nx.DiGraph | shoal.topology.Schedule]] = {
@@ -86,7 +86,7 @@ def check(folder: Path, run: Run, resume: bool) -> None:
         SystemExit: On all agents: there is something and it is not wanted, or it is of other settings or of another
             number of agents, or an agent cannot read it.
     """
-    if shoal.is_entering():  # the others have been through this, and go on
+    if shoal.observability.is_entering():  # the others have been through this, and go on
         return
     if not resume and shoal.broadcast_object(folder.is_dir() and any(folder.iterdir())):
         raise SystemExit(f"{folder} has checkpoints already: go on with --resume, or name another folder")
@@ -99,7 +99,7 @@ def check(folder: Path, run: Run, resume: bool) -> None:
 
 def options(parser: argparse.ArgumentParser, unit: str) -> None:
     """Add the options of both. `unit`: what is counted, ``"epoch"`` or ``"step"``."""
-    parser.add_argument("--algorithm", choices=WRAPPERS, default="atc", help="what is averaged, and when")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="atc", help="what is averaged, and when")
     parser.add_argument("--topology", choices=TOPOLOGIES, default="one-peer", help="who averages with whom")
     parser.add_argument("--compare", action="store_true", help="train with all-reduce, too, on the same batches")
     parser.add_argument("--checkpoint", default="", help="a folder to save in")

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR
 import _cifar10
 import _training
 import shoal
-from _training import TITLES, TOPOLOGIES, WRAPPERS
+from _training import ALGORITHMS, TITLES, TOPOLOGIES
 
 USUAL_BATCH = 128
 """Images in all agents' batches together for which `--lr` is meant."""
@@ -81,11 +81,11 @@ def train(
     algorithm: str, model: nn.Module, args: argparse.Namespace, data: tuple[_cifar10.Images, ...], console: Console
 ) -> Run:
     images, test = data
-    sampler = shoal.AgentSampler(images, seed=args.seed)
+    sampler = shoal.data.AgentSampler(images, seed=args.seed)
     steps = len(sampler) // args.batch
     sgd = torch.optim.SGD(model.parameters(), args.lr * args.batch / USUAL_BATCH, momentum=0.9, weight_decay=1e-4)
     peers = {} if algorithm == "allreduce" else {"topology": TOPOLOGIES[args.topology](shoal.size())}
-    optimizer = WRAPPERS[algorithm](sgd, model, **peers)
+    optimizer = shoal.DecentralizedOptimizer(sgd, model, ALGORITHMS[algorithm], **peers)
     # From the rate for one agent's batch to that for all agents' together (Goyal et al. 2017), and to 0 in the end.
     warmup = shoal.optim.Warmup(optimizer, steps=max(1, args.warm_up * steps))
     scheduler = ChainedScheduler([warmup, CosineAnnealingLR(optimizer, T_max=args.epochs * steps)])
@@ -102,7 +102,7 @@ def train(
     with _training.progress(console) as progress:
         bar = progress.add_task(TITLES[algorithm], total=args.epochs * steps, completed=done * steps)
         for epoch in range(done, last):
-            began, sent = time.perf_counter(), shoal.bytes_sent()
+            began, sent = time.perf_counter(), shoal.observability.bytes_sent()
             for inputs, labels in images.batches(sampler, args.batch, seed=args.seed * 10_000 + epoch):
                 optimizer.zero_grad()
                 loss = cross_entropy(model(inputs), labels)
@@ -110,7 +110,7 @@ def train(
                 optimizer.step()
                 scheduler.step()
                 progress.advance(bar)
-            spent = torch.tensor([time.perf_counter() - began, (shoal.bytes_sent() - sent) / 1e6])
+            spent = torch.tensor([time.perf_counter() - began, (shoal.observability.bytes_sent() - sent) / 1e6])
             seconds, megabytes = shoal.allreduce(spent).tolist()
             run.seconds.append(seconds)
             run.megabytes.append(megabytes)

@@ -66,13 +66,13 @@ def train(algorithm: str, model: nn.Module, args: argparse.Namespace, digits: _d
 
     run, seconds, sent = Run(algorithm), [], 0
     for _ in range(args.epochs):
-        began, sent_before = time.perf_counter(), shoal.bytes_sent()
+        began, sent_before = time.perf_counter(), shoal.observability.bytes_sent()
         for _ in range(steps):
             images, labels = next(batches)
             optimizer.zero_grad()
             loss = digits.weight(rank) * cross_entropy(model(images), labels)
             if algorithm == "awc":  # adapt with combine: average while the gradient is computed, then add the step
-                averaging = shoal.neighbor_allreduce_nonblocking(weights, **next(peers))
+                averaging = shoal.nonblocking.neighbor_allreduce(weights, **next(peers))
             loss.backward()
             if algorithm == "awc":
                 weights.copy_(averaging.wait())
@@ -84,7 +84,7 @@ def train(algorithm: str, model: nn.Module, args: argparse.Namespace, digits: _d
                 shoal.neighbor_allreduce(weights, **next(peers), out=weights)
             scheduler.step()
         seconds.append((time.perf_counter() - began) / steps)
-        sent += shoal.bytes_sent() - sent_before
+        sent += shoal.observability.bytes_sent() - sent_before
         measure(model, weights, digits.test, run)
         report.show(run)
     run.milliseconds = 1000 * shoal.allreduce(torch.tensor(median(seconds))).item()

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 import _text
 import _training
 import shoal
-from _training import TITLES, TOPOLOGIES, WRAPPERS
+from _training import ALGORITHMS, TITLES, TOPOLOGIES
 
 
 class Block(nn.Module):
@@ -100,7 +100,9 @@ def train(algorithm: str, model: GPT, args: argparse.Namespace, text: _text.Text
     adamw = torch.optim.AdamW(groups, args.lr, betas=(0.9, 0.95))
     mixed = ("exp_avg_sq",) if args.mix_state else ()
     peers = {} if algorithm == "allreduce" else {"topology": TOPOLOGIES[args.topology](size), "mix_state": mixed}
-    optimizer = WRAPPERS[algorithm](adamw, model, num_steps_per_communication=args.accumulate, **peers)
+    optimizer = shoal.DecentralizedOptimizer(
+        adamw, model, ALGORITHMS[algorithm], num_steps_per_communication=args.accumulate, **peers
+    )
     factor = partial(warm_up_and_fall, first=args.warm_up, last=args.steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     part = text.shard(rank, size)

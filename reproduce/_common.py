@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.bench.meter import here
+from shoal.bench.measurement import here
 from shoal.sim.sweeps import interval
 
 if TYPE_CHECKING:

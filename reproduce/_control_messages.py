@@ -17,9 +17,9 @@ from shoal.coordination import round as coordination
 from shoal.coordination.ordering import CALL, ROUND
 from shoal.runtime.agent import current
 from shoal.transport.link import Published
+from shoal.transport.messages import Kind, Message, encode
 from shoal.transport.process_group import ProcessGroups
 from shoal.transport.threads import ThreadLink
-from shoal.transport.wire import Kind, Message, encode
 
 KINDS = ("coordinator", "tree", "cached", "edge-matched")
 OPERATIONS, STEPS = 160, 3
@@ -69,7 +69,7 @@ def counted(size: int, kind: str) -> tuple[float, float]:
         draw = random.Random(shoal.rank())
         with current().engine.lock:  # all is given before anybody drives
             handles = [
-                shoal.neighbor_allreduce_nonblocking(torch.ones(64), f"gradient {number}")
+                shoal.nonblocking.neighbor_allreduce(torch.ones(64), f"gradient {number}")
                 for number in draw.sample(range(OPERATIONS), OPERATIONS)
             ]
         for handle in handles:

@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 import shoal
 import shoal.compat.bagua as bagua
 from shoal.algorithms import Algorithm, GradientDescent, LocalSteps, LowPrecision, OfMachines, ParallelGradientDescent
-from shoal.bench.meter import Figures, Reporter
+from shoal.bench.measurement import Figures, Reporter
 from shoal.compat.bagua.algorithms.base import Algorithm as BaguaAlgorithm
 from shoal.compat.bagua.algorithms.decentralized import (
     DecentralizedAlgorithm,

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from _common import Claim, Interval, Report, arguments, exceeds
-from shoal.bench.jobs import run_agents
-from shoal.bench.meter import LoadWatch
+from shoal.bench.measurement import LoadWatch, run_agents
 from shoal.netmodel import simulate
 from shoal.netmodel.messages import Messages, ring_allreduce, rounds_of
 from shoal.topology import InnerOuterExponential

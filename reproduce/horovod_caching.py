@@ -32,8 +32,7 @@ import torch
 import torch.distributed as dist
 
 import shoal
-from shoal.bench.jobs import run_job
-from shoal.bench.meter import Figures, Reporter
+from shoal.bench.measurement import Figures, Reporter, run_job
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.runtime.agent import current
 from shoal.transport.process_group import ProcessGroups, flattened
@@ -118,13 +117,13 @@ def step(tensors: list[torch.Tensor], groups: int, chance: random.Random, transf
         time.sleep(max(0.0, began + BACKWARD_SECONDS * (place + 1) / count - time.monotonic()))
         ready += time.monotonic() * tensors[number].nbytes
         if not groups:
-            handles.append(shoal.allreduce_nonblocking(tensors[number], name=f"gradient {number}"))
+            handles.append(shoal.nonblocking.allreduce(tensors[number], name=f"gradient {number}"))
             continue
         group = group_of[number]
         missing[group] -= 1
         if not missing[group]:
             some = tensors[members[group] : members[group + 1]]
-            handles.append(shoal.grouped_allreduce_nonblocking(some, name=f"group {group} of {groups}"))
+            handles.append(shoal.nonblocking.grouped_allreduce(some, name=f"group {group} of {groups}"))
     for handle in handles:
         handle.wait()
     seconds = time.monotonic() - began

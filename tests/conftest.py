@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import shoal
@@ -20,6 +21,8 @@ from support.leftovers import nothing_is_left
 pytest_plugins = ["support.transport_counts", "support.case_selection", "pytester"]
 SITE = str(Path(__file__).parent / "support" / "site")
 gc.disable()  # until all tests are collected: that makes many objects, and no garbage
+hypothesis.settings.register_profile("shoal", deadline=None)  # an example may take long on a busy machine
+hypothesis.settings.load_profile("shoal")
 # A client of torch's store looks up the name of the server's address, 127.0.0.1 too, and prints it nowhere.
 # No test waits 10 s for a name server that does not answer.
 os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import shoal
-from shoal.arithmetic import BLOCK_BYTES, reduce, weighted_sum
-from shoal.operations.stage import MORE
-from shoal.transport.wire import Payload
+from shoal.arithmetic import BLOCK_BYTES, reduce, weigh_in_blocks, weighted_sum
+from shoal.execution.stage import MORE
+from shoal.transport.messages import Payload
 
 Fleets = Callable[..., shoal.Fleet]
 
@@ -30,11 +30,21 @@ def test_a_waiting_sum_does_not_change_the_gradient_mode(kind: str) -> None:
     assert (out == 2).all()
 
 
+@pytest.mark.parametrize("count", [1, 65])
+def test_complex_sums_of_several_blocks_are_written_twice(count: int) -> None:
+    """The compiled kernels sum at most 64 tensors."""
+    x = torch.ones((BLOCK_BYTES >> 3) + 1, dtype=torch.complex64)
+    out, also = torch.empty_like(x), torch.empty_like(x)
+    weigh_in_blocks(out, x, 0.5, [x] * count, [0.25] * count, also)
+    assert (out == 0.5 + 0.25 * count).all()
+    assert torch.equal(out, also)
+
+
 def test_the_callers_thread_keeps_its_gradient_mode_whichever_thread_sums(fleet: Fleets) -> None:
     def run() -> bool:
         x = torch.ones(1_000_000)
         for _ in range(10):
-            handle = shoal.allreduce_nonblocking(x)
+            handle = shoal.nonblocking.allreduce(x)
             _ = x * 2
             handle.wait()
             if not torch.is_grad_enabled():

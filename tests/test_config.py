@@ -80,12 +80,12 @@ def test_the_table_has_each_variable_that_the_library_names() -> None:
 
 
 def test_no_other_module_reads_them() -> None:
-    """Except ``rendezvous/launch.py``, which reads the variables of all launchers from a mapping; ``exit_notes.py``,
-    which must not fail at exit because another variable is invalid; and a launcher that reads its own agent's
-    environment.
+    """Except ``rendezvous/launch.py``, which reads the variables of all launchers from a mapping;
+    ``launcher_notes.py``, which must not fail at exit because another variable is invalid; and a launcher that reads
+    its own agent's environment.
     """
     [package] = shoal.__path__
     constants = [name for name, text in vars(config).items() if isinstance(text, str) and text in config.NAMES]
     reads = re.compile(rf"environ(?:\.get\(|\[)\s*(?:\"SHOAL_|{'|'.join(constants)})")
     results = {path.name for path in Path(package).rglob("*.py") if reads.search(path.read_text())}
-    assert results == {"exit_notes.py", "agent_processes.py"}
+    assert results == {"launcher_notes.py", "agent_processes.py"}

@@ -115,12 +115,16 @@ print(len(went_well) == len(ways))
     assert output_of(program) == "True"
 
 
-@pytest.mark.parametrize(("name", "place"), [(n, p) for p, names in shoal._MOVED.items() for n in names.split()])
-def test_a_moved_name_is_the_same_object_with_a_warning(name: str, place: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"^shoal\.{name} is now shoal\.{place}\.{name}$"):
-        result = getattr(shoal, name)
-    assert result is getattr(getattr(shoal, place), name)
-    assert name not in dir(shoal)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("machine_rank", "bluefog"), ("AgentSampler", "data"), ("bytes_sent", "observability"), ("RingGraph", "topology")],
+)
+def test_the_error_for_a_name_of_another_package_says_where_it_is(name: str, place: str) -> None:
+    missing = "^module 'shoal' has no attribute '{}'"
+    with pytest.raises(AttributeError, match=rf"{missing.format(name)}; there is .*shoal\.{place}\.{name}\b"):
+        getattr(shoal, name)
+    with pytest.raises(AttributeError, match=rf"{missing.format('nowhere')}$"):
+        _ = shoal.nowhere
 
 
 def test_a_replaced_name_stays_replaced() -> None:

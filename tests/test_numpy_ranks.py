@@ -51,7 +51,7 @@ OPERATIONS: dict[str, Op] = {
         X, 0.5, {previous_rank(): 0.5}, np.array([ahead()])
     ),
     "neighbor_allreduce, group": lambda: shoal.neighbor_allreduce(X, group=own_group()),
-    "neighbor_allreduce_nonblocking": lambda: shoal.neighbor_allreduce_nonblocking(
+    "neighbor_allreduce_nonblocking": lambda: shoal.nonblocking.neighbor_allreduce(
         X, 0.5, {previous_rank(): HALF}, {ahead(): 1.0}
     ).wait(),
     "grouped_neighbor_allreduce": lambda: shoal.grouped_neighbor_allreduce(
@@ -66,13 +66,13 @@ OPERATIONS: dict[str, Op] = {
     "alltoall": lambda: alltoall_nonblocking(torch.ones(SIZE), [n(1)] * SIZE).wait(),
     "alltoall, an array": lambda: alltoall_nonblocking(torch.ones(SIZE), np.ones(SIZE, dtype=np.int64)).wait(),
     "pair_gossip": lambda: shoal.pair_gossip(X, pair()),
-    "pair_gossip_nonblocking": lambda: shoal.pair_gossip_nonblocking(X, pair()).wait(),
+    "pair_gossip_nonblocking": lambda: shoal.nonblocking.pair_gossip(X, pair()).wait(),
     "allreduce": lambda: shoal.allreduce(X, group=own_group()),
     "allreduce, an array": lambda: shoal.allreduce(X, group=np.array(own_group())),  # type: ignore[arg-type]
-    "allreduce_": lambda: shoal.allreduce_(X.clone(), group=own_group()),
+    "allreduce_": lambda: shoal.bluefog.allreduce_(X.clone(), group=own_group()),
     "grouped_allreduce": lambda: shoal.grouped_allreduce([X], group=own_group()),
     "broadcast": lambda: shoal.broadcast(X, n(1)),
-    "broadcast_": lambda: shoal.broadcast_(X.clone(), n(1)),
+    "broadcast_": lambda: shoal.bluefog.broadcast_(X.clone(), n(1)),
     "broadcast, group": lambda: shoal.broadcast(X, own_group()[0] & ~1, group=own_group()),
     "grouped_broadcast": lambda: shoal.grouped_broadcast([X], n(1)),
     "allgather": lambda: shoal.allgather(X, group=own_group()),
@@ -80,8 +80,8 @@ OPERATIONS: dict[str, Op] = {
     "barrier": lambda: shoal.barrier(group=own_group()),
     "broadcast_object": lambda: shoal.broadcast_object({1: 2}, n(1)),
     "broadcast_parameters": lambda: shoal.broadcast_parameters({"x": X.clone()}, n(1)),
-    "allreduce_parameters": lambda: shoal.allreduce_parameters({"x": X.clone()}, group=own_group()),
-    "broadcast_optimizer_state": lambda: shoal.broadcast_optimizer_state(
+    "allreduce_parameters": lambda: shoal.bluefog.allreduce_parameters({"x": X.clone()}, group=own_group()),
+    "broadcast_optimizer_state": lambda: shoal.bluefog.broadcast_optimizer_state(
         torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), n(1)
     ),
     "InferSourceFromDestinationRanks": lambda: shoal.bluefog.InferSourceFromDestinationRanks([ahead()]),
@@ -134,11 +134,11 @@ def test_an_operation_accepts_them(operation: Op) -> None:
 
 def test_operations_between_machines_accept_them() -> None:
     def run() -> None:
-        shoal.set_machine_topology(shoal.topology.RingGraph(2))
-        other = n(1 - shoal.machine_rank())
-        result = shoal.hierarchical_neighbor_allreduce(X, 0.5, {other: HALF}, {other: 1.0})
+        shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(2))
+        other = n(1 - shoal.bluefog.machine_rank())
+        result = shoal.bluefog.hierarchical_neighbor_allreduce(X, 0.5, {other: HALF}, {other: 1.0})
         assert result.tolist() == [1.0] * 3
-        assert shoal.hierarchical_neighbor_allreduce(X, 0.5, {other: 0.5}, [other]).tolist() == [1.0] * 3
+        assert shoal.bluefog.hierarchical_neighbor_allreduce(X, 0.5, {other: 0.5}, [other]).tolist() == [1.0] * 3
 
     shoal.Fleet(SIZE, agents_per_machine=2, timeout=10.0).run(run)
 
@@ -171,7 +171,7 @@ def test_an_optimizer_accepts_them() -> None:
     def run() -> None:
         model = torch.nn.Linear(2, 1)
         shoal.broadcast_parameters(model.state_dict(), n(0))
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         optimizer.self_weight = HALF
         optimizer.src_weights = {previous_rank(): HALF / 2, ahead(): HALF / 2}
         optimizer.dst_weights = np.array([ahead(), previous_rank()])

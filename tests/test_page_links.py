@@ -54,13 +54,19 @@ def test_links_have_files_and_headings(page: Path) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_extras_are_installed_from_a_checkout(page: Path) -> None:
+    """Shoal is not on PyPI: where it is not installed yet, ``shoal[demo]`` would be another package."""
+    assert not re.findall(r"pip install '?shoal\b.*", page.read_text())
+
+
 EXAMPLES = {"average.py", "src/shoal/X/y.py", "tests/X/test_y.py"}
 """Files that a page tells its reader to write, and patterns of names."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_files_named_on_a_page_exist(page: Path) -> None:
-    """``operations/sender.py``, also without its folder."""
+    """``execution/sender.py``, also without its folder."""
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())) - EXAMPLES
     folders = ["src", "tests", "benchmarks", "reproduce", "examples", "docs", "tools"]
     paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]

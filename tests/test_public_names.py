@@ -36,10 +36,9 @@ INTERNAL = {
         "errors",
         "fault_tolerance",
         "_signals",
-        "_timeouts",
         "kernels",
         "_lazy_import",
-        "operations",
+        "execution",
         "ops",
         "progress_bar",
     ),
@@ -51,7 +50,7 @@ NEEDS = {"shoal.frameworks.transformers", "shoal.frameworks.accelerate", "shoal.
 
 
 def public(package: str) -> set[str]:
-    """``__all__``, and for ``shoal`` itself BlueFog's aliases beside it; without an ``__all__`` what is no module."""
+    """``__all__``, and for ``shoal`` itself what is no module beside it; without an ``__all__`` what is no module."""
     if package in NEEDS:
         return written_all(package)
     module = importlib.import_module(package)
@@ -107,3 +106,11 @@ def test_listed_names_of_a_package_exist(package: str) -> None:
     names = list(getattr(module, "__all__", ()))
     assert len(names) == len(set(names))
     assert [name for name in names if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("package", ["shoal.netmodel", "shoal.observability"])
+def test_a_star_import_gives_the_names_that_are_imported_on_first_use(package: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from {package} import *", names)
+    assert {"__builtins__", *importlib.import_module(package).__all__} == set(names)
+    assert len(names) > 5

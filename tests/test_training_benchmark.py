@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 
 import shoal
-from shoal.bench.meter import Figures
+from shoal.bench.measurement import Figures
 from support.namespaces import require_namespaces
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

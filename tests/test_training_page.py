@@ -33,7 +33,7 @@ class Scalars:
 def small_task() -> dict[str, Any]:
     """The names that the page takes for granted."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     inputs, labels = torch.randn(48, 4), torch.randint(0, 2, (48,))
     dataset = torch.utils.data.TensorDataset(inputs, labels)
     loader = torch.utils.data.DataLoader(dataset, batch_size=2)
@@ -46,7 +46,7 @@ def small_task() -> dict[str, Any]:
         "criterion": torch.nn.CrossEntropyLoss(),
         "dataset": dataset,
         "loader": loader,
-        "sampler": shoal.AgentSampler(dataset),
+        "sampler": shoal.data.AgentSampler(dataset),
         "steps": 20,
         "step": 3,
         "SummaryWriter": Scalars,
@@ -92,5 +92,5 @@ def test_the_imports_of_the_page_about_migration_exist() -> None:
 
 def test_every_wrapper_is_on_the_page() -> None:
     wrappers = {name for name in dir(shoal.optim) if name.startswith("Distributed") and name.endswith("Optimizer")}
-    assert len(wrappers) == 10
+    assert len(wrappers) == 4
     assert all(name in PAGE for name in wrappers)

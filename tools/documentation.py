@@ -49,14 +49,9 @@ ALIASES = ("shoal.bluefog", "shoal.topology_util")
 SECTIONS = {
     "runtime": "Start, rank and size",
     "ops": "Operations",
-    "operations": "Operations",
+    "execution": "Operations",
     "optim": "Training",
-    "data": "Training",
     "errors": "Errors",
-    "fault_tolerance": "Membership",
-    "observability": "Timelines",
-    "windows": "Windows",
-    "topology": "Topologies",
 }
 """Headings of the page of ``shoal`` itself, by the folder where a name is defined."""
 _ROLE = re.compile(r":(?:func|class|meth|attr|data|mod|exc|obj):`(~?)([^`<]+?)(?:\s*<([^>]+)>)?`")
@@ -104,7 +99,9 @@ class Reference:
         """The Markdown of a page."""
         packages = sorted({package_of(name) for name in NAMES if page_of(package_of(name)) == page})
         title = "shoal" if page == "reference/shoal.md" else packages[0]
-        lines = [f"# {title}", ""]
+        # Other pages have the names, too, as second names or in prose: a search finds this one first.
+        boost = ["---", "search:", "  boost: 4", "---", ""] if title == "shoal" else []
+        lines = [*boost, f"# {title}", ""]
         for package in packages:
             if package != packages[0]:
                 lines += [f"## {package}", ""]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from typing import Any, NamedTuple
 import networkx as nx
 
 PACKAGE = Path(__file__).parent.parent / "src" / "shoal"
+PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 ROUNDS = 20
-BELOW_THE_ENGINE = {"engine", "operations", "fault_tolerance"}
+BELOW_THE_ENGINE = {"engine", "execution", "fault_tolerance"}
 """Folders whose modules may use each other's parts."""
 
 
@@ -49,8 +51,8 @@ def median_path(call: Callable[[], Any]) -> tuple[int, int]:
     return int(statistics.median(calls)), int(statistics.median(files))
 
 
-def paths_of_an_agent() -> tuple[dict[str, tuple[int, int]], int]:
-    """As one of two agents: what some calls pass, and the largest circle of parts."""
+def paths_of_an_agent() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """As one of two agents: what some calls pass, and the largest circles of parts."""
     import torch
 
     import shoal
@@ -80,9 +82,13 @@ def paths_of_an_agent() -> tuple[dict[str, tuple[int, int]], int]:
         "window put and update, 4 bytes": median_path(put_and_update),
     }
     shoal.barrier()
-    first, circle = shoal.rank() == 0, largest_circle(current("measure_paths").engine)
+    first, engine = shoal.rank() == 0, current("measure_paths").engine
+    circles = {
+        "largest circle of parts of an agent at run time": largest_circle(engine),
+        "the same without references to a folder above": largest_circle(engine, upwards=False),
+    }
     shoal.shutdown()
-    return (found, circle) if first else ({}, 0)
+    return (found, circles) if first else ({}, {})
 
 
 def held(part: object) -> Iterator[object]:
@@ -99,18 +105,33 @@ def held(part: object) -> Iterator[object]:
             yield value
 
 
-def largest_circle(root: object) -> int:
+def levels() -> dict[str, int]:
+    """The folders and modules of the package with their places in the list of docs/architecture.md, from the top."""
+    listed = PAGE.read_text().partition("## Source layout")[2].partition("## ")[0]
+    return {room: at for at, room in enumerate(re.findall(r"^  (\w+)(?:/|\.py)", listed, re.MULTILINE))}
+
+
+def room_of(part: object) -> str:
+    """The folder or module of the package that has the class of an object."""
+    return type(part).__module__.split(".")[1]
+
+
+def largest_circle(root: object, upwards: bool = True) -> int:
     """The number of classes in the largest circle of objects that hold each other, of all that ``root`` holds.
 
-    It includes objects held through a ``Protocol``, such as the receiver of a link's messages.
+    Args:
+        root: An object of the package.
+        upwards: Count references from a folder to one above it, too. Imports never go upwards: such an object is one
+            that the lower folder calls through a protocol of its own (a receiver of messages, a service), or keeps.
     """
-    graph, seen, waiting = nx.DiGraph(), set[int](), [root]
+    graph, seen, waiting, level = nx.DiGraph(), set[int](), [root], levels()
     while waiting:
         part = waiting.pop()
         if id(part) not in seen:
             seen.add(id(part))
             for other in held(part):
-                graph.add_edge(type(part).__name__, type(other).__name__)
+                if upwards or level[room_of(part)] <= level[room_of(other)]:
+                    graph.add_edge(type(part).__name__, type(other).__name__)
                 waiting.append(other)
     return max(map(len, nx.strongly_connected_components(graph)))
 
@@ -140,11 +161,22 @@ def reaches_into_the_engine(node: ast.AST) -> bool:
     return name in ("engine", "_engine")
 
 
+def code_lines(text: str, tree: ast.Module) -> int:
+    """The lines that are neither blank nor a comment, nor part of an import or of a string that stands by itself."""
+    left = {at for at, line in enumerate(text.splitlines(), 1) if line.strip() and not line.lstrip().startswith("#")}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.stmt) and (is_text or isinstance(node, (ast.Import, ast.ImportFrom))):
+            left.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(left)
+
+
 def sizes() -> dict[str, Size]:
     """What is counted in the source."""
     texts = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in texts.items()}
     lines = {path: len(text.splitlines()) for path, text in texts.items()}
+    code = sum(code_lines(text, trees[path]) for path, text in texts.items())
     folder, files = Counter(path.parent for path in texts).most_common(1)[0]
     longest = max(lines, key=lambda path: lines[path])
     outside = [node for path, tree in trees.items() if path.parts[0] not in BELOW_THE_ENGINE for node in ast.walk(tree)]
@@ -152,6 +184,7 @@ def sizes() -> dict[str, Size]:
     return {
         "modules": Size(len(texts)),
         "lines": Size(sum(lines.values())),
+        "lines of code, without imports, comments and docstrings": Size(code),
         "files in the largest folder": Size(files, str(folder)),
         "lines of the longest module": Size(lines[longest], str(longest)),
         "parameters of the largest internal constructor": max(
@@ -179,8 +212,9 @@ def main() -> None:
         run = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if run.returncode:
             raise SystemExit(run.stderr)
-        paths, circle = json.loads(run.stdout.splitlines()[0])
-        print(f"{'largest circle of parts of an agent at run time':55} {circle:6,}")
+        paths, circles = json.loads(run.stdout.splitlines()[0])
+        for what, circle in circles.items():
+            print(f"{what:55} {circle:6,}")
         print(f"\n{'one round on rank 0':35} calls  files")
         for what, (calls, files) in paths.items():
             print(f"{what:35} {calls:5}  {files:5}")

@@ -2,9 +2,9 @@
 
     python tools/mutate.py                                      # 60 mutations of src/shoal, drawn with seed 0
     python tools/mutate.py src/shoal/engine --count 20 --seed 3
-    python tools/mutate.py src/shoal/operations/fusion.py --list    # what would be tried, without a test
+    python tools/mutate.py src/shoal/execution/fusion.py --list    # what would be tried, without a test
     python tools/mutate.py --pick 7 19 --seconds 900            # two of the default draw once more, with more time
-    python tools/mutate.py src/shoal/ops/robust.py --tests tests/ops/test_robust.py -k trimmed
+    python tools/mutate.py src/shoal/ops/robust_rules.py --tests tests/ops/test_robust_rules.py -k trimmed
 
 Each mutation changes one place of one source file: a comparison swapped, a sign flipped, a constant off by one, a
 condition negated, a statement deleted, two arguments swapped, or a return value replaced. The draw depends only on the

@@ -28,7 +28,7 @@ CORE = (
     "tests/algorithms/test_run.py",
     "tests/cli/test_launch_environment.py",
     "tests/compression/test_wire_format.py",
-    "tests/operations/test_matching.py",
+    "tests/execution/test_matching.py",
     "tests/faults/test_link_reset.py",
     "tests/ops/test_collectives.py",
     "tests/ops/test_neighbor_allreduce_static.py",

@@ -11,8 +11,7 @@ from itertools import repeat
 
 import numpy as np
 
-from shoal.topology._edges import Ranks
-from shoal.topology.schedule import Schedule
+from shoal.topology.schedule import Ranks, Schedule
 
 Step = tuple[Ranks, Ranks, float]
 """Messages at the same time: sources, destinations, both int64 [messages], and the bytes of each message."""

@@ -13,8 +13,9 @@ from shoal.topology._validate import check_size
 from shoal.topology.analysis.age import average_age
 from shoal.topology.analysis.cost import alpha_beta, check_network
 from shoal.topology.families.compose import AllReduce
+from shoal.topology.families.graphs import odd
 from shoal.topology.families.groups import RingStar, RingStarRandom, group_size
-from shoal.topology.families.one_peer import OnePeerExponential, RingRandom, odd
+from shoal.topology.families.one_peer import OnePeerExponential, RingRandom
 from shoal.topology.families.static import Circulant, ring
 from shoal.topology.schedule import Schedule
 

@@ -29,7 +29,7 @@ train, validation = random_split(TensorDataset(images, labels), [0.75, 0.25])
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 
 shoal.init()
-sampler = shoal.AgentSampler(train)
+sampler = shoal.data.AgentSampler(train)
 loader = DataLoader(train, batch_size=16, sampler=sampler, num_workers=1, persistent_workers=True)
 validation_loader = DataLoader(validation, batch_size=64)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

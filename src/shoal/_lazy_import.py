@@ -6,8 +6,8 @@ an error in that module is raised unchanged at the first use, and at each later 
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def names_of(
-    package: dict[str, Any], module: str, moved: Mapping[str, str] | None = None
+    package: dict[str, Any], module: str, others: Sequence[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """The functions ``__getattr__`` and ``__dir__`` of a package.
 
@@ -25,10 +25,9 @@ def names_of(
     Args:
         package: The ``globals()`` of the package.
         module: The module with the names. Modules whose names begin with an underscore are not imported.
-        moved: Names that are in another package now, separated by spaces, by that package. They cause a warning.
+        others: More of its packages, in which the error for an unknown name looks.
     """
     name_of_package = package["__name__"]
-    places = {name: place for place, names in (moved or {}).items() for name in names.split()}
 
     def find_all() -> None:
         for name, value in vars(import_module(f"{name_of_package}.{module}")).items():
@@ -43,11 +42,23 @@ def names_of(
             find_all()
             if name in package:
                 return package[name]
-            if name in places:
-                place = f"{name_of_package}.{places[name]}"
-                warnings.warn(f"{name_of_package}.{name} is now {place}.{name}", DeprecationWarning, stacklevel=2)
-                return getattr(import_module(place), name)
+            raise AttributeError(f"module {name_of_package!r} has no attribute {name!r}{found_elsewhere(name)}")
+        if name == "__all__":  # without it a star import takes only what is imported by then
+            find_all()
+            return public_names(package)
         raise AttributeError(f"module {name_of_package!r} has no attribute {name!r}")
+
+    def found_elsewhere(name: str) -> str:
+        """The end of an error: which packages of this one have the name, or a name that is alike."""
+        public = vars(import_module(f"{name_of_package}.{module}")).values()
+        packages = [one for one in public if isinstance(one, ModuleType)]
+        packages += [import_module(f"{name_of_package}.{other}") for other in others]
+        places = [one.__name__ for one in packages if name in getattr(one, "__all__", dir(one))]
+        if places:
+            return "; there is " + ", ".join(f"{place}.{name}" for place in places)
+        by_letters = {known.lower(): known for known in package if known[0] != "_"}
+        close = get_close_matches(name.lower(), by_letters, 1, 0.88)
+        return f". Did you mean {by_letters[close[0]]}?" if close else ""
 
     def names() -> list[str]:
         find_all()

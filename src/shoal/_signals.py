@@ -176,3 +176,8 @@ def slices(deadline: float) -> Iterator[float]:
         yield min(max(0.0, rest), SLICE if deferred.here else threading.TIMEOUT_MAX)
         if clock.monotonic() >= deadline:
             return
+
+
+def acquire_with_deadline(lock: threading.Lock | threading.RLock, deadline: float) -> bool:
+    """Acquire a lock of this process by ``deadline`` (``clock.monotonic()``), which may be infinite."""
+    return any(lock.acquire(timeout=seconds) for seconds in slices(deadline))

@@ -19,13 +19,13 @@ from functools import partial
 
 import torch
 
-from .kernels.native.sums import fits as native_fits
-from .kernels.reduce import combine as _combine
-from .kernels.weighted_sum import HALF, common_factor, real
-from .kernels.weighted_sum import weigh as _weigh
-from .operations.stage import MORE, Arrived
+from .execution.stage import MORE, Arrived
+from .kernels.native import fits as native_fits
+from .kernels.sums import HALF, common_factor, real
+from .kernels.sums import combine as _combine
+from .kernels.sums import weigh as _weigh
 from .runtime.agent import Agent
-from .transport.wire import Payload
+from .transport.messages import Payload
 
 BLOCK_BYTES = 1 << 20
 """Large enough that calls into torch cost little beside their bytes, small enough that a few blocks fit the cache."""
@@ -84,11 +84,11 @@ def weigh_in_blocks(
             tensors.append(term)
     if out.is_complex():
         tensors = [real(tensor) for tensor in tensors]
-        also = None if also is None else real(also)
-    if out.nbytes <= BLOCK_BYTES or native_fits(tensors[0], tensors[1:]):
-        _weigh(kept, factor, tensors[0], tensors[1], tensors[2:], also)
+        out, also = tensors[0], None if also is None else real(also)
+    if out.nbytes <= BLOCK_BYTES or native_fits(out, tensors[1:]):
+        _weigh(kept, factor, out, tensors[1], tensors[2:], also)
         return
-    block = max(1, BLOCK_BYTES // tensors[0].element_size())
+    block = max(1, BLOCK_BYTES // out.element_size())
     for target, mine, *theirs in zip(*(torch.split(tensor, block) for tensor in tensors), strict=True):
         _weigh(kept, factor, target, mine, theirs)
     if also is not None:

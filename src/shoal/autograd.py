@@ -39,7 +39,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .ops import collective, neighbor
-from .ops.arguments import Group, caller_group, split_name, where
+from .ops.arguments import Group, caller_group, on_device_of, split_name
 from .ops.gathering import alltoall_nonblocking
 from .runtime.agent import bind, current
 from .topology import Mixing
@@ -96,7 +96,7 @@ def allgather(
     def gather(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         parts = collective.gather_by_rank(tensors[0], name, group=group, timeout=timeout)
         rows.update({rank: len(part) for rank, part in parts.items()})
-        return [where(tensor, torch.cat(list(parts.values())))]
+        return [on_device_of(tensor, torch.cat(list(parts.values())))]
 
     def scatter(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         splits = [rows.get(rank, 0) for rank in ranks]  # 0 for an agent that was lost before
@@ -279,5 +279,5 @@ def _differentiable(
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return forward([tensor])[0]
     # Other agents' tensors may require grad where this one does not, and their gradients need the backward pass here.
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     return apply_linear([tensor], forward, transposed, forward_again or forward, anchor=anchor)[0]

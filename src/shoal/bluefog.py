@@ -1,10 +1,10 @@
-"""BlueFog's interface: every public name of ``bluefog.torch``, so that a script of its users runs on Shoal.
+"""BlueFog's interface: the public names of ``bluefog.torch``, so that a script of its users runs on Shoal.
 
     import shoal.bluefog as bf  # was: import bluefog.torch as bf
 
-Almost all of them are Shoal's own, or aliases of names of Shoal; ``docs/bluefog.md`` has the list. Names that only such
-scripts need are at the end. The optimizers average on the static topology by default, while Shoal's of the same names
-average with one peer at a time.
+Many are also names of Shoal, or aliases of them, and some are only here; ``docs/bluefog.md`` has the list. The
+optimizers average on the static topology by default, while :class:`shoal.DecentralizedOptimizer` averages with one peer
+at a time.
 """
 
 import functools
@@ -13,9 +13,15 @@ import weakref
 from collections import abc
 
 import networkx as nx
+import torch
 
 from . import topology_util as topology_util
 from ._lazy_import import public_names as _public_names
+from .algorithms.gradient_descent import GradientDescent as _GradientDescent
+from .algorithms.gradient_descent import ParallelGradientDescent as _ParallelGradientDescent
+from .execution.operation import poll as poll
+from .execution.operation import synchronize as synchronize
+from .execution.operation import wait as wait
 from .observability.timeline import timeline_context as timeline_context
 from .observability.timeline import timeline_end_activity as timeline_end_activity
 from .observability.timeline import timeline_start_activity as timeline_start_activity
@@ -32,26 +38,22 @@ from .ops.collective import broadcast_nonblocking as broadcast_nonblocking
 from .ops.collective import broadcast_nonblocking_ as broadcast_nonblocking_
 from .ops.gathering import neighbor_allgather as neighbor_allgather
 from .ops.gathering import neighbor_allgather_nonblocking as neighbor_allgather_nonblocking
-from .ops.handles import poll as poll
-from .ops.handles import synchronize as synchronize
-from .ops.handles import wait as wait
 from .ops.hierarchical import hierarchical_neighbor_allreduce as hierarchical_neighbor_allreduce
 from .ops.hierarchical import hierarchical_neighbor_allreduce_nonblocking as hierarchical_neighbor_allreduce_nonblocking
 from .ops.neighbor import neighbor_allreduce as _neighbor_allreduce
 from .ops.neighbor import neighbor_allreduce_nonblocking as _neighbor_allreduce_nonblocking
+from .ops.neighbor import pair_gossip as pair_gossip
+from .ops.neighbor import pair_gossip_nonblocking as pair_gossip_nonblocking
 from .ops.objects import InferDestinationFromSourceRanks as InferDestinationFromSourceRanks
 from .ops.objects import InferSourceFromDestinationRanks as InferSourceFromDestinationRanks
 from .ops.objects import allreduce_parameters as allreduce_parameters
 from .ops.objects import broadcast_optimizer_state as broadcast_optimizer_state
 from .ops.objects import broadcast_parameters as broadcast_parameters
-from .ops.pair_gossip import pair_gossip as pair_gossip
-from .ops.pair_gossip import pair_gossip_nonblocking as pair_gossip_nonblocking
 from .optim import CommunicationType as CommunicationType
-from .optim import DistributedGradientAllreduceOptimizer as DistributedGradientAllreduceOptimizer
+from .optim import DecentralizedOptimizer as _DecentralizedOptimizer
 from .optim import DistributedPullGetOptimizer as DistributedPullGetOptimizer
 from .optim import DistributedPushSumOptimizer as DistributedPushSumOptimizer
 from .optim import DistributedWinPutOptimizer as DistributedWinPutOptimizer
-from .optim import bluefog as _optimizers
 from .runtime.agent import current as _current
 from .runtime.bootstrap import init as _init
 from .runtime.bootstrap import shutdown as shutdown
@@ -155,25 +157,92 @@ neighbor_allreduce = _names_renamed_arguments(_neighbor_allreduce)
 neighbor_allreduce_nonblocking = _names_renamed_arguments(_neighbor_allreduce_nonblocking)
 
 
-def _on_static_topology(make: abc.Callable[_P, _T]) -> abc.Callable[_P, _T]:
-    """An optimizer of Shoal's with BlueFog's default: the static topology, the exponential graph if none is set."""
-
-    @functools.wraps(make)
-    def on_static_topology(*args: _P.args, **options: _P.kwargs) -> _T:
-        options.setdefault("topology", "static")
-        return make(*args, **options)
-
-    on_static_topology.__doc__ = f"{make.__doc__}\n\n    ``topology`` is the static topology, if not given.\n    "
-    return on_static_topology
+_Models: typing.TypeAlias = torch.nn.Module | abc.Sequence[torch.nn.Module]
+_ATC, _AWC, _PARALLEL = _GradientDescent(1.0), _GradientDescent(1.0, atc=False), _ParallelGradientDescent(1.0)
 
 
-DistributedAdaptThenCombineOptimizer = _on_static_topology(_optimizers.DistributedAdaptThenCombineOptimizer)
-DistributedAdaptWithCombineOptimizer = _on_static_topology(_optimizers.DistributedAdaptWithCombineOptimizer)
-DistributedNeighborAllreduceOptimizer = _on_static_topology(_optimizers.DistributedNeighborAllreduceOptimizer)
-DistributedAllreduceOptimizer = _on_static_topology(_optimizers.DistributedAllreduceOptimizer)
-DistributedHierarchicalNeighborAllreduceOptimizer = _on_static_topology(
-    _optimizers.DistributedHierarchicalNeighborAllreduceOptimizer
-)
+def _on_static_topology(
+    algorithm: _GradientDescent,
+    optimizer: torch.optim.Optimizer,
+    model: _Models,
+    communication_type: CommunicationType,
+    num_steps_per_communication: int,
+    options: dict[str, typing.Any],
+) -> _DecentralizedOptimizer:
+    """An optimizer with BlueFog's default: the static topology, which is the exponential graph if none is set."""
+    return _DecentralizedOptimizer(
+        optimizer,
+        model,
+        algorithm,
+        communication_type=communication_type,
+        num_steps_per_communication=num_steps_per_communication,
+        **{"topology": "static", **options},
+    )
+
+
+def DistributedAdaptThenCombineOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: _Models,
+    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
+    num_steps_per_communication: int = 1,
+    **options: typing.Any,
+) -> _DecentralizedOptimizer:
+    """Adapt, then combine: ``x+ = W (x - lr g(x))``, equation 23 of the BlueFog paper.
+
+    ``options`` are those of :class:`~shoal.DecentralizedOptimizer`, here as in the functions below. ``topology`` is the
+    static topology, if not given: the exponential graph, if none is set.
+    """
+    return _on_static_topology(_ATC, optimizer, model, communication_type, num_steps_per_communication, options)
+
+
+def DistributedAdaptWithCombineOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model: _Models,
+    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
+    num_steps_per_communication: int = 1,
+    **options: typing.Any,
+) -> _DecentralizedOptimizer:
+    """Adapt with combine: ``x+ = W x - lr g(x)``, equation 22; the exchange runs during forward and backward.
+
+    The local step starts from W x, so weight decay applies to W x.
+    """
+    return _on_static_topology(_AWC, optimizer, model, communication_type, num_steps_per_communication, options)
+
+
+def DistributedGradientAllreduceOptimizer(
+    optimizer: torch.optim.Optimizer, model: _Models, num_steps_per_communication: int = 1, **options: typing.Any
+) -> _DecentralizedOptimizer:
+    """The mean of all agents' gradients, and then the local step: what data-parallel training does.
+
+    The models must begin alike (:func:`~shoal.broadcast_parameters`). Every step averages, of however many passes.
+    """
+    options |= {"num_steps_per_communication": num_steps_per_communication}
+    return _DecentralizedOptimizer(optimizer, model, _PARALLEL, **options)
+
+
+def DistributedNeighborAllreduceOptimizer(
+    optimizer: torch.optim.Optimizer, model: _Models, num_steps_per_communication: int = 1, **options: typing.Any
+) -> _DecentralizedOptimizer:
+    """Adapt with combine over the neighbours, under BlueFog's older name."""
+    kind = CommunicationType.neighbor_allreduce
+    return DistributedAdaptWithCombineOptimizer(optimizer, model, kind, num_steps_per_communication, **options)
+
+
+def DistributedAllreduceOptimizer(
+    optimizer: torch.optim.Optimizer, model: _Models, num_steps_per_communication: int = 1, **options: typing.Any
+) -> _DecentralizedOptimizer:
+    """Adapt with combine over all agents, under BlueFog's older name."""
+    kind = CommunicationType.allreduce
+    return DistributedAdaptWithCombineOptimizer(optimizer, model, kind, num_steps_per_communication, **options)
+
+
+def DistributedHierarchicalNeighborAllreduceOptimizer(
+    optimizer: torch.optim.Optimizer, model: _Models, num_steps_per_communication: int = 1, **options: typing.Any
+) -> _DecentralizedOptimizer:
+    """Adapt with combine between machines, under BlueFog's older name."""
+    kind = CommunicationType.hierarchical_neighbor_allreduce
+    return DistributedAdaptWithCombineOptimizer(optimizer, model, kind, num_steps_per_communication, **options)
+
 
 _skipping: weakref.WeakSet[object] = weakref.WeakSet()
 """The engines of the agents that have switched the negotiation off."""

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler
 
 from .errors import Mismatch
-from .operations.membership import WHOLE
+from .execution.membership import WHOLE
 from .ops.arguments import Internal
 from .ops.collective import gather_by_rank
 from .runtime.agent import agent_context, current
+from .topology._validate import as_int
 
 __all__ = ["AgentSampler", "dirichlet_shards"]
 
@@ -25,7 +26,36 @@ _AGREED = ("a shard", "seed", "shuffle", "pad", "a dataset of the length")
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class AgentSampler(Sampler[int]):
+def _indices(shard: Sequence[int] | torch.Tensor) -> Indices:
+    """The indices of a shard, in memory of its own.
+
+    Raises:
+        TypeError: They are no whole numbers, such as a mask, which would be taken for the indices 0 and 1.
+        ValueError: They are not in one dimension.
+    """
+    found: Indices = np.asarray(shard).copy()  # a tensor's memory is the caller's, who may change it
+    if found.size and found.dtype.kind not in "iu":
+        raise TypeError(
+            f"AgentSampler: shard has {found.dtype} and wants indices, which are whole numbers; of a mask take "
+            "mask.nonzero().view(-1)"
+        )
+    if found.ndim != 1:
+        raise ValueError(
+            f"AgentSampler: shard has shape {list(found.shape)} and wants one dimension; give shard.reshape(-1)"
+        )
+    return found
+
+
+def _checked_seed(called: str, seed: object) -> int:
+    checked = as_int(seed, f"{called}: seed")
+    if not 0 <= checked < 1 << 63:
+        raise ValueError(f"{called}: seed={checked} must be 0 or more, and below 2**63")
+    return checked
+
+
+# The base class has only one purpose: Lightning, Fabric, Accelerate and Ray Train leave a DistributedSampler as it is,
+# and deal the samples of any other out a second time. None of its code and attributes is used.
+class AgentSampler(DistributedSampler[int]):
     """This agent's samples, in an order of its own for each epoch; for ``DataLoader(dataset, sampler=...)``.
 
     Without a shard, the dataset is common to all: in each epoch it is shuffled and dealt out evenly, no sample twice.
@@ -37,7 +67,7 @@ class AgentSampler(Sampler[int]):
     a sample in a small shard would count more than one in a large shard; with it the mean over the agents' losses is
     the mean over all samples::
 
-        sampler = shoal.AgentSampler(dataset, shard=mine)
+        sampler = shoal.data.AgentSampler(dataset, shard=mine)
         loader = DataLoader(dataset, batch_size=32, sampler=sampler)
         for epoch in range(sampler.epoch, epochs):
             sampler.set_epoch(epoch)
@@ -69,7 +99,8 @@ class AgentSampler(Sampler[int]):
         epoch: The current epoch, or the next one.
 
     Raises:
-        ValueError: An agent has no samples; ``seed`` is negative.
+        TypeError: ``shard`` or ``seed`` is of no whole numbers.
+        ValueError: An agent has no samples; ``seed`` is negative, or 2**63 or more; ``shard`` is not in one dimension.
         Mismatch: Agents have datasets of different lengths, or different arguments.
     """
 
@@ -83,11 +114,9 @@ class AgentSampler(Sampler[int]):
         pad: bool = False,
         timeout: float | None = None,
     ) -> None:
-        agent = current("AgentSampler")
-        if seed < 0:
-            raise ValueError(f"AgentSampler: seed={seed} must be 0 or more")
+        agent, seed = current("AgentSampler"), _checked_seed("AgentSampler", seed)
         self._rank, self._size, self._seed, self._shuffle = agent.rank, agent.size, seed, shuffle
-        self._shard: Indices | None = None if shard is None else np.asarray(shard)
+        self._shard: Indices | None = None if shard is None else _indices(shard)
         self._total = len(dataset if self._shard is None else self._shard)
         self._pad = pad
         self._asked = self._total, self._shard is not None, seed, shuffle, pad, timeout
@@ -97,7 +126,6 @@ class AgentSampler(Sampler[int]):
         """The length is a guess until this agent has entered, or has loaded the others' state."""
         begin = list(range(agent.launch.begins)) if self._is_joining else list(self._totals)
         self._length, self._agents = self._length_for(begin), len(begin)
-        self._deal(list(self._totals))
         empty = [rank for rank, total in self._totals.items() if not total]
         if empty or not self._length:
             raise ValueError(
@@ -105,6 +133,7 @@ class AgentSampler(Sampler[int]):
                 if shard is not None
                 else f"{self._total} samples cannot be dealt out to {self._size} agents; pad=True deals some twice"
             )
+        self._deal(list(self._totals))
         self.epoch = 0
         self._start = self._position = 0
 
@@ -212,7 +241,7 @@ def _agreed(
     if agent.engine.is_joining:  # the others' are known when it has entered; until then they are taken for as large
         return dict.fromkeys({*range(agent.launch.begins), agent.rank}, total), 0
     here = agent.rank
-    own = torch.tensor([sharded, seed, shuffle, pad, total, length or 0])
+    own = torch.tensor([sharded, seed, shuffle, pad, total, length or 0], device="cpu")
     found = {rank: row.tolist() for rank, row in gather_by_rank(own, Internal("AgentSampler"), timeout=timeout).items()}
     for rank, theirs in found.items():
         for setting, ours, other in zip(_AGREED, own.tolist()[:-1], theirs[:-1], strict=True):
@@ -239,15 +268,21 @@ def dirichlet_shards(
         The sorted indices of each agent's samples, int64 ``[m_i]``. Every sample is in one shard; none is empty.
 
     Raises:
-        ValueError: There are fewer samples than agents, or no agent; or ``alpha`` is not above 0 and finite.
+        TypeError: ``agents`` or ``seed`` is no whole number.
+        ValueError: ``labels`` has not one dimension; there are fewer samples than agents, or no agent; ``alpha`` is not
+            above 0 and finite; or ``seed`` is negative, or 2**63 or more.
     """
-    agents = current("dirichlet_shards").size if agents is None else agents
+    agents = current("dirichlet_shards").size if agents is None else as_int(agents, "dirichlet_shards: agents")
     given = np.asarray(labels)
+    if given.ndim != 1:
+        shown = f"of shape {list(given.shape)}" if given.ndim else f"a {type(labels).__name__}"
+        raise ValueError(f"dirichlet_shards: labels is {shown}; give a list or tensor of one label for each sample")
     if not 1 <= agents <= len(given):
         raise ValueError(f"dirichlet_shards: {len(given)} samples for {agents} agents; give each at least one sample")
     if not 0 < alpha < math.inf:
         raise ValueError(f"dirichlet_shards: alpha={alpha} must be above 0 and finite")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(_checked_seed("dirichlet_shards", seed))
+    alpha = min(alpha, 1e100)  # proportions are equal from there on, and a sum of larger numbers would be infinite
     parts: list[list[int]] = [[] for _ in range(agents)]
     for label in np.unique(given):
         of_label = rng.permutation(np.flatnonzero(given == label))
@@ -257,4 +292,4 @@ def dirichlet_shards(
     for part in parts:
         if not part:
             part.append(max(parts, key=len).pop())
-    return [torch.tensor(sorted(part)) for part in parts]
+    return [torch.tensor(sorted(part), device="cpu") for part in parts]

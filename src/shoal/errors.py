@@ -37,5 +37,9 @@ class NotFinite(ShoalError, ArithmeticError):
     """A tensor to be averaged has NaN or infinity in it, and ``SHOAL_CHECK_FINITE`` is set. Nothing of it was sent."""
 
 
+class ProtocolError(Exception):
+    """The bytes that a peer has sent are no valid message. No user sees it: the connection ends, with this reason."""
+
+
 class NotInitialized(ShoalError, ValueError):
     """An operation was called before :func:`shoal.init` or after :func:`shoal.shutdown`."""

@@ -16,7 +16,9 @@ import os
 import secrets
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, TypeVar
 
 from . import config
@@ -71,9 +73,9 @@ def train(
         The results, by rank. With ``on_loss="continue"`` None for lost agents; the log has the reason.
 
     Raises:
-        AgentFailed: An agent raised, and its exception is ``__cause__``; or its process died. The error names the
-            ranks. The others have ended then: by themselves, or killed after ten seconds. With ``on_loss="continue"``:
-            all failed.
+        AgentFailed: An agent raised, and its exception is ``__cause__``, or an error with its text and traceback, if it
+            cannot be serialized; or its process died. The error names the ranks. The others have ended then: by
+            themselves, or killed after ten seconds. With ``on_loss="continue"``: all failed.
         DeadlineExceeded: The cluster did not have the resources in time. Nothing was started.
         ImportError: Ray is not installed; ``pip install 'shoal[ray]'`` installs it.
         ValueError: An argument is invalid.
@@ -89,7 +91,7 @@ def train(
     if on_loss not in (RAISE, CONTINUE):
         raise ValueError(f"shoal.ray.train(on_loss={on_loss!r}): it must be {RAISE!r} or {CONTINUE!r}")
     seconds = config.read().timeout if timeout is None else timeout
-    if not seconds > 0:
+    if not _is_number(seconds) or not seconds > 0:
         raise ValueError(f"shoal.ray.train(timeout={timeout!r}): it must be a positive number of seconds")
     group = ray.util.placement_group([dict(resources)] * agents, strategy=strategy)
     actors: list[Any] = []
@@ -136,7 +138,7 @@ class _RayAgent:
             result = function(*args, **kwargs)
         except BaseException as error:
             _leave_with(error)
-            raise
+            raise _that_arrives(error) from None
         shutdown()
         return result
 
@@ -144,6 +146,22 @@ class _RayAgent:
 def _leave_with(error: BaseException) -> None:
     """Notify the others at once why this agent ends, because its process lives on until Ray ends it."""
     leave(agent_context(), f"its function ended with {type(error).__name__}: {error}".splitlines()[0][:500], died=True)
+
+
+class _Described(ShoalError):
+    """The type, text and traceback of an exception that cannot be sent."""
+
+
+def _that_arrives(error: BaseException) -> BaseException:
+    """The exception, or its description if its copy could not be made at the driver, which would not know what failed:
+    ``__init__`` needs more arguments than are in ``args``, or one of its attributes cannot be serialized.
+    """
+    try:
+        _ray().cloudpickle.loads(_ray().cloudpickle.dumps(error))
+    except Exception:
+        described = "".join(traceback.format_exception(error))
+        return _Described(f"{type(error).__name__}: {error}\n\n{described}")
+    return error
 
 
 def _ray() -> Any:
@@ -154,9 +172,13 @@ def _ray() -> Any:
         raise ImportError("shoal.ray needs Ray: pip install 'shoal[ray]'") from error
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _checked(given: Mapping[str, float] | None) -> dict[str, float]:
-    resources = {_CPU: 1.0} if given is None else dict(given)
-    wrong = [name for name, amount in resources.items() if isinstance(amount, bool) or not amount >= 0]
+    resources = {_CPU: 1.0} if given is None else dict(given) if isinstance(given, Mapping) else {}
+    wrong = [name for name, amount in resources.items() if not _is_number(amount) or not amount >= 0]
     if wrong or not any(resources.values()):
         raise ValueError(
             f"shoal.ray.train(resources_per_agent={given!r}): a positive amount of each resource, as in "
@@ -271,7 +293,8 @@ def _how(ray: Any, failed: Mapping[int, Any], rank: int) -> str:
     cause = _cause(failed[rank])
     if _has_died(ray, failed[rank]):
         return f"rank {rank}'s process died ({_first_line(cause)})"
-    return f"rank {rank} failed with {type(cause).__name__}: {_first_line(cause)}"
+    said = "" if isinstance(cause, _Described) else f"{type(cause).__name__}: "
+    return f"rank {rank} failed with {said}{_first_line(cause)}"
 
 
 def _has_died(ray: Any, error: Any) -> bool:

@@ -99,7 +99,7 @@ def test_counts_work_in_sixteen_bits() -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="accumulate=0: pass a number of gradients"):
+    with pytest.raises(ValueError, match="AccumAdam: accumulate=0 must be 1 or more"):
         AccumAdam(LR, 0)
     with pytest.raises(ValueError, match="0 <= beta1 < 1"):
         AccumAdam(LR, 4, beta1=1.0)

@@ -46,9 +46,8 @@ from shoal.topology import (
     Static,
     between_machines,
 )
-from shoal.topology._edges import Edges, assemble
 from shoal.topology.families.static import ring
-from shoal.topology.schedule import EdgeSchedule
+from shoal.topology.schedule import Edges, EdgeSchedule, assemble
 from support.algorithm_cases import case_of
 
 

@@ -96,9 +96,9 @@ def test_real_agents_keep_the_same_state(fleet: Fleets) -> None:
 
     def agent() -> tuple[int, int, list[float]]:
         rank = shoal.rank()
-        before = shoal.bytes_sent()
+        before = shoal.observability.bytes_sent()
         result = run(algorithm, start[rank], own(loss, A[rank], b[rank]), graph, 40, every=0)
-        return result.sent, shoal.bytes_sent() - before, result.x.tolist()
+        return result.sent, shoal.observability.bytes_sent() - before, result.x.tolist()
 
     stacked = StackedFleet(graph).run(algorithm, start, gradients(4), 40)
     results = fleet(4).run(agent)

@@ -460,7 +460,9 @@ def test_power_gossip_needs_undirected_links() -> None:
         StackedFleet(ring(SIZE, 1)).run(PowerGossip(0.1), START, gradients(), 1)
 
 
-@pytest.mark.parametrize(("numbers", "remedy"), [({"iterations": 0}, r"pass 0\.5, 1"), ({"rows": 0}, "pass 1 or more")])
+@pytest.mark.parametrize(
+    ("numbers", "remedy"), [({"iterations": 0}, r"pass 0\.5, 1"), ({"rows": 0}, "rows=0 must be 1 or more")]
+)
 def test_power_gossip_refuses_invalid_counts(numbers: dict[str, int], remedy: str) -> None:
     with pytest.raises(ValueError, match=remedy):
         PowerGossip(0.1, **numbers)

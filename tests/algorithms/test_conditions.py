@@ -20,8 +20,8 @@ from shoal.netmodel import Link, Network
 from shoal.sim import Conditions, StackedFleet, StackedMix, per_agent
 from shoal.topology.families.one_peer import OnePeerExponential
 from shoal.topology.families.static import ring
+from shoal.topology.mixing import with_uniform_weights
 from shoal.topology.schedule import Schedule, as_schedule
-from shoal.topology.weights import with_uniform_weights
 from support.least_squares import DIMENSION, loss, optimum, problem
 
 Floats = NDArray[np.float64]
@@ -331,6 +331,30 @@ def test_real_agents_have_the_same_conditions(conditions: Conditions, push: bool
     assert (torch.stack([run.x for run in runs]) - expected.x).abs().max() < 1e-12
     assert sum(run.sent for run in runs) == expected.sent
     assert runs[0].records[-1] == pytest.approx(expected.records[-1])
+
+
+@pytest.mark.parametrize(
+    "conditions", [Conditions(loss=0.3, protocol="memory"), Conditions(participation=0.6), Conditions(speeds=0.5)]
+)
+@pytest.mark.parametrize("algorithm", [algorithms.SGP(0.1), GradientDescent(0.1)])
+def test_a_single_real_agent_has_the_same_conditions(algorithm: algorithms.Algorithm, conditions: Conditions) -> None:
+    """It has the rows of all agents, as a fleet, but its x is a vector."""
+    x = start()[0]
+
+    def on_agent() -> list[float]:
+        return algorithms.run(algorithm, x, lambda x: x - 1, ring(1), 20, conditions=conditions).estimate.tolist()
+
+    expected = StackedFleet(ring(1)).run(algorithm, x, lambda x: x - 1, 20, conditions=conditions).estimate
+    assert (torch.tensor(shoal.Fleet(1).run(on_agent), dtype=torch.float64) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("epochs", [False, True])
+def test_batches_under_conditions_are_those_of_the_plain_run(epochs: bool) -> None:
+    fleet, gradient = StackedFleet(ring(8)), per_agent(loss, *problem(8), batch=2, epochs=epochs)
+    zeros = torch.zeros(DIMENSION, dtype=torch.float64)
+    plain = fleet.run(GradientDescent(0.05), zeros, gradient, 10)
+    under = fleet.run(GradientDescent(0.05), zeros, gradient, 10, conditions=Conditions())
+    assert (under.x - plain.x).abs().max() < 1e-12
 
 
 def test_an_inactive_agent_keeps_its_values_and_sends_nothing() -> None:

@@ -112,7 +112,7 @@ def test_agents_have_the_same_centre_bit_for_bit(fleet: Fleets) -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="every=0: pass a number of steps"):
+    with pytest.raises(ValueError, match="every=0 must be 1 or more"):
         EASGD(LR, 0)
     for beta in (0.0, 2.0):
         with pytest.raises(ValueError, match=r"pass 0 < beta < 2 n / \(n \+ 1\)"):

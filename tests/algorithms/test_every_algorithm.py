@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle
+from typing import Any
 
 import networkx as nx
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import shoal
-from shoal.algorithms import CATALOG, Algorithm, Entry, Gradient, check
+from shoal.algorithms import (
+    CATALOG,
+    EASGD,
+    KGT,
+    LED,
+    AccumAdam,
+    Algorithm,
+    ChocoSGD,
+    DecentralizedADMM,
+    DecentralizedSVRG,
+    DeMuon,
+    DiLoCo,
+    Entry,
+    GASLoC,
+    GossipPGA,
+    Gradient,
+    GradientDescent,
+    LocalSteps,
+    Momentum,
+    NoLoCo,
+    OfMachines,
+    PowerGossip,
+    PushSum,
+    RobustMixing,
+    SlowMo,
+    check,
+)
+from shoal.compression import QSGD, LowRank, MinMaxUInt8, Shrunk, TopK, Zstd
+from shoal.robust import FiniteOnly
 from shoal.sim import StackedFleet, per_agent
 from support.algorithm_cases import CASES, case_of
 from support.least_squares import DIMENSION, SIZE, loss, optimum, problem
@@ -166,6 +197,112 @@ def test_neither_the_start_nor_the_state_is_changed(entry: Entry) -> None:
     fleet.run(entry.example(), start, gradient, 5, resume=first)
     assert torch.equal(start, before)
     assert all(torch.equal(one, then) for one, then in zip([first.x, *first.state], kept, strict=True))
+
+
+@every_entry
+def test_parameters_without_numbers_are_stepped(entry: Entry) -> None:
+    fleet = StackedFleet(case_of(entry).topology(SIZE))
+    assert fleet.run(entry.example(), torch.zeros(SIZE, 0), lambda x: x - 1, 6).estimate.shape == (SIZE, 0)
+
+
+COUNTS: list[tuple[str, Callable[[Any], object]]] = [
+    ("every", lambda count: LocalSteps(GradientDescent(0.1), count)),
+    ("every", lambda count: GossipPGA(GradientDescent(0.1), count)),
+    ("every", lambda count: KGT(0.1, count)),
+    ("every", lambda count: LED(0.1, count)),
+    ("every", lambda count: SlowMo(GradientDescent(0.1), count, 0.5)),
+    ("every", lambda count: DiLoCo(GradientDescent(0.1), count)),
+    ("every", lambda count: NoLoCo(GradientDescent(0.1), count)),
+    ("every", lambda count: GASLoC(GradientDescent(0.1), count)),
+    ("every", lambda count: EASGD(0.1, count)),
+    ("period", lambda count: DecentralizedSVRG(GradientDescent(0.1), count)),
+    ("accumulate", lambda count: AccumAdam(0.1, count)),
+    ("iterations", lambda count: DeMuon(0.1, iterations=count)),
+    ("inner", lambda count: DecentralizedADMM(1.0, 4.0, count)),
+    ("rank", lambda count: PowerGossip(0.1, rank=count)),
+    ("rows", lambda count: PowerGossip(0.1, rows=count)),
+    ("rank", lambda count: LowRank(count)),
+    ("levels", lambda count: QSGD(count)),
+    ("chunk", lambda count: QSGD(chunk=count)),
+    ("chunk", lambda count: MinMaxUInt8(chunk=count)),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), COUNTS)
+def test_counts_that_are_no_whole_numbers_are_refused(name: str, make: Callable[[Any], object]) -> None:
+    # A NaN is not below 1, and no step is divisible by it: agents would never exchange.
+    for count in (math.nan, 2.5, "3"):
+        with pytest.raises(TypeError, match=f"{name} must be an int, got {count!r}"):
+            make(count)
+    with pytest.raises(ValueError, match=f"{name}=0 must be 1 or more"):
+        make(0)
+    assert make(np.int64(2)) == make(2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "error", "message"),
+    [
+        (GradientDescent("a"), TypeError, r"GradientDescent\(lr='a'\): a number is wanted"),  # type: ignore[arg-type]
+        (GradientDescent(None), TypeError, r"lr=None"),  # type: ignore[arg-type]
+        (GradientDescent(1j), TypeError, r"lr=1j"),  # type: ignore[arg-type]
+        (GradientDescent(np.float32(math.nan)), ValueError, "lr=.*nan.*: a finite number of at least 0"),
+        (LocalSteps(GradientDescent("a"), 2), TypeError, r"GradientDescent\(lr='a'\)"),  # type: ignore[arg-type]
+        (GASLoC(GradientDescent(0.1), 2, alpha=math.nan), ValueError, r"GASLoC\(alpha=nan\): a number is wanted"),
+        (LED(0.1, 2, beta=math.nan), ValueError, r"LED\(beta=nan\)"),
+        (ChocoSGD(0.1, "a", TopK(0.5)), TypeError, r"ChocoSGD\(gamma='a'\)"),  # type: ignore[arg-type]
+    ],
+)
+def test_numbers_that_are_none_are_refused_before_the_first_step(
+    algorithm: Algorithm, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        StackedFleet(binary_ring(4)).run(algorithm, torch.zeros(3), lambda x: x - 1, 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda wrong: Momentum(wrong, 0.5),
+        lambda wrong: LocalSteps(wrong, 2),
+        lambda wrong: NoLoCo(wrong, 2),
+        lambda wrong: OfMachines(wrong),
+        lambda wrong: RobustMixing(wrong, FiniteOnly()),
+    ],
+)
+def test_wrappers_of_what_is_no_algorithm_are_refused(make: Callable[[Any], object]) -> None:
+    for wrong in (GradientDescent, "x", TopK(0.1)):
+        with pytest.raises(TypeError, match=r"an algorithm of shoal\.algorithms is wanted, as GradientDescent"):
+            make(wrong)
+
+
+def test_compressors_and_rules_that_are_none_and_numbers_out_of_range_are_refused() -> None:
+    for around in (Shrunk, Zstd):
+        with pytest.raises(TypeError, match=r"\(compressor=3\): a compressor is wanted"):
+            around(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"RobustMixing\(rule=3\)"):
+        RobustMixing(GradientDescent(0.1), 3)  # type: ignore[arg-type]
+    for eps in (math.nan, math.inf, "a"):
+        with pytest.raises(ValueError, match=f"eps={eps}"):
+            MinMaxUInt8(eps=eps)  # type: ignore[arg-type]
+    for c, rho in ((1.0, 0.0), (math.nan, 1.0), (1.0, math.inf), (-1.0, 3.0)):
+        with pytest.raises(ValueError, match=f"c={c}, rho={rho}: pass a finite penalty from 0 up"):
+            DecentralizedADMM(c, rho)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.zeros(4, 3, dtype=torch.int64), TypeError, r"x has torch\.int64: pass numbers with fractions"),
+        (torch.zeros(3, dtype=torch.bool), TypeError, r"x has torch\.bool"),
+        (np.zeros((4, 3)), TypeError, "x is a ndarray: pass a tensor"),
+        (torch.tensor(1.0), ValueError, "x has no dimension"),
+    ],
+)
+def test_initial_values_that_cannot_be_averaged_are_refused(x: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        StackedFleet(binary_ring(4)).run(PushSum(), x, lambda x: x, 1)
+    with pytest.raises(error, match=message):
+        shoal.Fleet(1).run(lambda: shoal.algorithms.run(PushSum(), x, lambda x: x, binary_ring(1), 1))
 
 
 @every_entry

@@ -11,7 +11,7 @@ import torch
 from shoal.algorithms import EXTRA, NIDS, Algorithm, ExactDiffusion, check
 from shoal.algorithms.needs import Facts
 from shoal.algorithms.runs.run import steps_of
-from shoal.algorithms.stability.stability import step_matrix
+from shoal.algorithms.stability.growth import step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import Circulant, OnePeerExponential
 from shoal.topology.families.static import exponential, ring

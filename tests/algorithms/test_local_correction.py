@@ -119,5 +119,5 @@ def test_led_tolerates_eigenvalues_nearer_to_minus_one_with_a_smaller_beta() -> 
 
 def test_a_round_without_steps_is_refused() -> None:
     for make in (KGT, LED):
-        with pytest.raises(ValueError, match="every=0: pass the steps of a round"):
+        with pytest.raises(ValueError, match="every=0 must be 1 or more"):
             make(LR, 0)

@@ -350,9 +350,9 @@ def test_a_censored_agent_sends_a_header_and_counts_as_zeros(fleet: Fleets) -> N
         for round_ in range(4):
             mix.begin(round_)
             speaks = torch.tensor([shoal.rank() != round_])
-            before, counted = mix.sent, shoal.bytes_sent()
+            before, counted = mix.sent, shoal.observability.bytes_sent()
             mixed = mix(torch.full((3,), 1.0 + shoal.rank()) * speaks, speaks=speaks)
-            results.append((mixed.tolist(), mix.sent - before, shoal.bytes_sent() - counted))
+            results.append((mixed.tolist(), mix.sent - before, shoal.observability.bytes_sent() - counted))
         return results
 
     stacked, result = StackedMix(StarGraph(4)), fleet(4).run(agent)
@@ -369,7 +369,7 @@ def test_agents_with_different_censoring_settings_raise_a_mismatch(fleet: Fleets
         mix = Exchange(StarGraph(2))
         mix(torch.zeros(3), speaks=torch.tensor([False]) if shoal.rank() else None)
 
-    with pytest.raises(shoal.Mismatch, match="different topology, form or compression"):
+    with pytest.raises(shoal.Mismatch, match="different topology, form, compression"):
         fleet(2).run(agent)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.compression.draws import HashStream, hashed
+from shoal.compression.random_numbers import HashStream, hashed
 from shoal.sim import StackedMix
 from shoal.topology.families.static import ring
 

@@ -100,6 +100,17 @@ def test_with_decreasing_steps_it_finds_the_optimum_of_different_agents(
     assert (results.x - optimum()).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(5, 1), (4, 3)])
+def test_the_matrix_sign_does_not_depend_on_the_scale_however_small_or_large(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    matrix = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = msgn(matrix, 5)
+    for exponent in (-120, 120) if dtype == torch.float32 else (-1000, 1000):
+        assert torch.equal(msgn(matrix * 2.0**exponent, 5), expected)
+
+
 def test_wrappers_forward_the_shapes_and_explicit_ones_stay() -> None:
     wrapped = LocalSteps(DeMuon(LR), 2)
     assert wrapped.shaped(SHAPES) == LocalSteps(DeMuon(LR, shapes=SHAPES), 2)

@@ -57,11 +57,11 @@ def sent(name: str) -> tuple[int, int, int]:
     start, target = (torch.randn(NUMEL, generator=draw) for _ in range(2))
     shoal.barrier()
     time.sleep(0.1)  # what acknowledges it may come late
-    before = shoal.bytes_sent(), bytes_sent_by_the_interface()
+    before = shoal.observability.bytes_sent(), bytes_sent_by_the_interface()
     result = run(ALGORITHMS[name], start, lambda x: x - target, ring(2), STEPS, every=0)
     time.sleep(0.1)
     shoal.barrier()
-    return result.sent, shoal.bytes_sent() - before[0], bytes_sent_by_the_interface() - before[1]
+    return result.sent, shoal.observability.bytes_sent() - before[0], bytes_sent_by_the_interface() - before[1]
 
 
 @pytest.mark.transport("network")

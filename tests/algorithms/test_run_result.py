@@ -88,9 +88,9 @@ def test_a_long_run_has_a_hundred_records_and_every_sets_their_number() -> None:
 
 def test_records_send_nothing_if_every_is_zero() -> None:
     def sent(every: int) -> int:
-        before = shoal.bytes_sent()
+        before = shoal.observability.bytes_sent()
         result = real(GradientDescent(0.02), every=every)
-        return shoal.bytes_sent() - before - result.sent
+        return shoal.observability.bytes_sent() - before - result.sent
 
     fleet = shoal.Fleet(SIZE, timeout=60.0, transport="shared_memory")
     assert fleet.run(sent, 0) == [0] * SIZE

@@ -29,8 +29,7 @@ from shoal.algorithms import (
 )
 from shoal.algorithms.needs import Facts, first_problem
 from shoal.algorithms.runs.run import steps_of
-from shoal.algorithms.stability.growth import _digest
-from shoal.algorithms.stability.stability import spectral_radius, step_matrix
+from shoal.algorithms.stability.growth import _digest, spectral_radius, step_matrix
 from shoal.sim import StackedFleet, StackedMix
 from shoal.topology import CATALOG as TOPOLOGIES
 from shoal.topology import ChainGraph, OnePeerExponential, Schedule, as_schedule

@@ -14,6 +14,7 @@ import pytest
 
 from shoal.cli import agent_output
 from shoal.cli.agent_output import STDERR, STDOUT, AgentOutput
+from shoal.cli.launcher_signals import Signals
 
 
 class Sink:
@@ -169,7 +170,8 @@ def test_the_lowest_rank_has_the_bottom_line_and_then_the_next(terminal: Sink) -
     output.end(1, STDOUT)
     output.redraw()
     assert terminal.read() == b"\r\x1b[K[1] one\n[2] two"
-    output.close()
+    with Signals() as signals:
+        assert output.close(signals) is None
     assert terminal.read() == b"\r\x1b[K"
 
 

@@ -15,9 +15,8 @@ from statistics import fmean
 import pytest
 import torch
 
-from shoal.bench import jobs, meter, results
-from shoal.bench.jobs import missing_tool, wire_seconds
-from shoal.bench.meter import Figures, Load, LoadWatch
+from shoal.bench import measurement, results
+from shoal.bench.measurement import Figures, Load, LoadWatch, missing_tool, wire_seconds
 from shoal.bench.results import amount, speed_markdown
 from shoal.cli import main
 from support.leftovers import wait_until
@@ -183,20 +182,20 @@ def test_a_machine_is_quiet_if_other_processes_are_idle(before: float, others: f
 def test_other_processes_use_the_total_minus_our_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = {"_all_seconds": iter([100.0, 130.0]), "_own_seconds": iter([7.0, 27.0])}
     for name, values in readings.items():
-        monkeypatch.setattr(meter, name, values.__next__)
+        monkeypatch.setattr(measurement, name, values.__next__)
     clock = iter([50.0, 70.0])
-    monkeypatch.setattr(meter.time, "monotonic", clock.__next__)
+    monkeypatch.setattr(measurement.time, "monotonic", clock.__next__)
     assert LoadWatch().load().others == pytest.approx(0.5)
 
 
 def test_cpu_time_of_children_counts_as_our_own() -> None:
-    before = meter._own_seconds()
+    before = measurement._own_seconds()
     subprocess.run(
         [sys.executable, "-I", "-S", "-c", "while __import__('time').process_time() < 0.3: pass"], check=True
     )
     # In ticks of 10 ms, each side rounded by itself.
-    assert meter._own_seconds() - before > 0.27
-    assert meter._all_seconds() >= meter._own_seconds()
+    assert measurement._own_seconds() - before > 0.27
+    assert measurement._all_seconds() >= measurement._own_seconds()
 
 
 # The jobs
@@ -204,7 +203,7 @@ def test_cpu_time_of_children_counts_as_our_own() -> None:
 COMPARISON = """
 import os, sys, time
 import torch.distributed as dist
-from shoal.bench.meter import Reporter, compare
+from shoal.bench.measurement import Reporter, compare
 rank = 1 if os.fork() == 0 else 0  # one import of torch for both
 print("noise on stdout")
 reporter = Reporter()
@@ -238,7 +237,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Figures, list[
     meeting = tmp_path_factory.mktemp("comparison") / "meeting"
     reported: list[tuple[str, int, int]] = []
     command = [sys.executable, "-c", COMPARISON, str(meeting)]
-    [figures] = jobs.run_job([command], {}, lambda *progress: reported.append(progress))
+    [figures] = measurement.run_job([command], {}, lambda *progress: reported.append(progress))
     return figures, reported
 
 
@@ -260,20 +259,20 @@ def test_agents_report_their_progress(comparison: tuple[object, list[tuple[str, 
 
 
 def test_a_failed_job_shows_its_stderr() -> None:
-    with pytest.raises(jobs.JobFailed, match=r"(?s)ended with status 1.*no memory left"):
-        jobs.run_job([python("raise SystemExit('no memory left')")], {}, ignored)
+    with pytest.raises(measurement.JobFailed, match=r"(?s)ended with status 1.*no memory left"):
+        measurement.run_job([python("raise SystemExit('no memory left')")], {}, ignored)
 
 
 def test_a_job_without_results_has_failed() -> None:
-    with pytest.raises(jobs.JobFailed, match="reported no figures"):
-        jobs.run_job([python('print(\'{"doing": "x", "done": 1, "total": 2}\')')], {}, ignored)
+    with pytest.raises(measurement.JobFailed, match="reported no figures"):
+        measurement.run_job([python('print(\'{"doing": "x", "done": 1, "total": 2}\')')], {}, ignored)
 
 
 def test_a_job_without_output_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(measurement, "SILENCE_SECONDS", 0.3)
     start = time.monotonic()
-    with pytest.raises(jobs.JobFailed, match="reported nothing for"):
-        jobs.run_job([python("import time; time.sleep(60)")], {}, ignored)
+    with pytest.raises(measurement.JobFailed, match="reported nothing for"):
+        measurement.run_job([python("import time; time.sleep(60)")], {}, ignored)
     assert time.monotonic() - start < scaled(10)
 
 
@@ -281,8 +280,8 @@ def test_one_launcher_that_fails_ends_the_others(tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     waiting = python(f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)")
     failing = python(f"import os\nwhile not os.path.exists({str(mark)!r}): pass\nraise SystemExit(3)")
-    with pytest.raises(jobs.JobFailed, match="ended with status"):
-        jobs.run_job([waiting, failing], {}, ignored)
+    with pytest.raises(measurement.JobFailed, match="ended with status"):
+        measurement.run_job([waiting, failing], {}, ignored)
     assert not Path(f"/proc/{mark.read_text()}").exists()
 
 
@@ -295,7 +294,7 @@ names = ["OMP_NUM_THREADS", "SHOAL_TIMELINE", "SHOAL_TRANSPORT", "OWN"]
 values = {name: os.environ.get(name) for name in names}
 print(json.dumps({"figures": [{"kind": "test", "nbytes": 0, "agents": 1, "values": values}]}))
 """
-    [figures] = jobs.run_job([python(script)], {"OWN": "1"}, ignored)
+    [figures] = measurement.run_job([python(script)], {"OWN": "1"}, ignored)
     result = {"OMP_NUM_THREADS": "1", "SHOAL_TIMELINE": None, "SHOAL_TRANSPORT": "network", "OWN": "1"}
     assert figures.values == result
 
@@ -379,12 +378,17 @@ def test_agents_end_with_the_command(signum: int) -> None:
         (["--scaling", "--network"], "--scaling is a measurement of its own"),
         (["--only", "network"], "needs root"),
         (["--network"], "needs root"),
+        (["--json", "/proc/nope/x.json"], "--json /proc/nope/x.json cannot be written: "),
+        (["--json", "/tmp"], "--json /tmp cannot be written: it is a directory"),
+        (["--scaling", "--picture", "/tmp"], "--picture /tmp cannot be written: it is a directory"),
+        (["--scaling", "--picture", "x.foo"], "--picture x.foo: matplotlib writes no .foo files, but ."),
     ],
 )
 def test_impossible_settings_are_refused_at_once(
     arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr("shoal.cli.bench._measure", lambda jobs: pytest.fail("it measures"))
     assert main(["bench", *arguments]) == 2
     assert reason in capsys.readouterr().err
 

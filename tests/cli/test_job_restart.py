@@ -108,14 +108,15 @@ print("finished")
     }
     assert sorted(first) == [(attempt, rank) for attempt in range(3) for rank in range(3)]
     for name in ("SHOAL_SECRET", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
-        assert len({environ[name] for environ in first.values()}) == 3, name
+        # The system may choose a free port twice.
+        assert name == "MASTER_PORT" or len({environ[name] for environ in first.values()}) == 3, name
         assert all(first[attempt, 0][name] == first[attempt, 2][name] for attempt in range(3)), name
     assert {environ["TORCHELASTIC_MAX_RESTARTS"] for environ in first.values()} == {"3"}
     assert not [environ for environ in first.values() if "SHOAL_INCARNATION" in environ]
     assert jobs.marks("read") == {(0, 0, 0): "b'a'", (1, 0, 0): "b'b'", (2, 0, 0): "b'c'"}
-    assert re.findall("all agents are gone; beginning again.*", err) == [
-        "all agents are gone; beginning again (1 of 3)",
-        "all agents are gone; beginning again in 1 s (2 of 3)",
+    assert re.findall("all agents failed; restarting the job.*", err) == [
+        "all agents failed; restarting the job (1 of 3)",
+        "all agents failed; restarting the job in 1 s (2 of 3)",
     ]
     assert "agents finished; lost" not in err  # not of a run after which there is another
     lines = out.splitlines()
@@ -128,7 +129,7 @@ def test_a_job_that_fails_each_time_ends_with_the_status_of_the_last(jobs: Jobs,
     result, _, err = jobs.run("sys.exit(5 + attempt)", "-n", 2, "--max-restarts", restarts)
     assert result == status
     assert jobs.attempts() == set(range(restarts + 1))
-    assert err.count("beginning again") == restarts and err.count("0 of 2 agents finished; lost: rank 0") == 1
+    assert err.count("restarting the job") == restarts and err.count("0 of 2 agents finished; lost: rank 0") == 1
 
 
 def test_a_single_agent_restarts(jobs: Jobs) -> None:
@@ -154,6 +155,7 @@ def test_a_second_ctrl_c_in_the_second_attempt_kills_at_once(jobs: Jobs) -> None
     wait_until(lambda: bool(jobs.marks("waits")))
     job.send_signal(signal.SIGINT)
     wait_until(lambda: bool(jobs.marks("got")))
+    time.sleep(2 * agent_processes.SAME_INTERRUPT_SECONDS)
     job.send_signal(signal.SIGINT)
     assert job.wait(10) == 130
 
@@ -167,7 +169,7 @@ def test_a_signal_between_two_attempts_starts_none(jobs: Jobs, signum: signal.Si
     output = []
     for line in job.stderr:
         output.append(line)
-        if "beginning again in 1 s (2 of 3)" in line:
+        if "restarting the job in 1 s (2 of 3)" in line:
             break
     assert not descendants(job.pid)  # the store of the run before is gone, too
     job.send_signal(signum)
@@ -192,10 +194,14 @@ mark("finished")
 def test_an_agent_that_failed_just_before_another_finished_is_not_restarted(jobs: Jobs) -> None:
     body = """
 if rank == 1:
+    mark("dies")
     die()
-while not list(here.glob("up.0.1.*")):
-    time.sleep(0.01)
-time.sleep(0.2 if rank == 0 else 1.5)
+wait_for("dies", 1)
+while Path("/proc", (here / "dies.0.1.0").read_text()).exists():
+    time.sleep(0.01)  # the launcher has yet to notice it
+if rank == 0:
+    os._exit(0)  # at once: the launcher waits half a second
+time.sleep(1.5)
 """
     status, _, err = jobs.run(body, "-n", 3)
     assert status == 0 and "rank 1 is not started again: another agent has finished meanwhile" in err
@@ -238,7 +244,7 @@ def test_agents_killed_by_a_forwarded_signal_are_not_restarted(jobs: Jobs, signu
     job.send_signal(signum)
     _, err = job.communicate(timeout=TIMEOUT)
     assert job.returncode == 128 + signum, err
-    assert jobs.attempts() == {0} and "beginning again" not in err
+    assert jobs.attempts() == {0} and "restarting the job" not in err
 
 
 def test_an_agent_without_restarts_left_does_not_restart_the_job_while_others_run(jobs: Jobs) -> None:
@@ -260,14 +266,14 @@ while not list(here.glob("up.1.1.1")):
     status, _, err = jobs.run(body, "-n", 2, "--max-restarts", 1)
     assert status == 0
     assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 1, 0), (1, 1, 1)]
-    assert err.index("rank 0 (pid") < err.index("all agents are gone; beginning again (1 of 1)")
+    assert err.index("rank 0 (pid") < err.index("all agents failed; restarting the job (1 of 1)")
 
 
 def test_with_several_machines_the_job_does_not_restart(jobs: Jobs) -> None:
     """A launcher cannot know whether agents run on the other machines."""
     where = ("--nnodes", 2, "--node-rank", 1, "--rendezvous", "127.0.0.1:1", "--max-restarts", 1)
     status, _, err = jobs.run("die()", "-n", 2, *where, environ={"SHOAL_SECRET": "given"})
-    assert status == 128 + signal.SIGKILL and "beginning again" not in err
+    assert status == 128 + signal.SIGKILL and "restarting the job" not in err
     assert sorted(jobs.marks("up")) == [(0, 2, 0), (0, 2, 1), (0, 3, 0), (0, 3, 1)]
     assert {json.loads(text)["TORCHELASTIC_MAX_RESTARTS"] for text in jobs.marks("up").values()} == {"0"}
 
@@ -299,4 +305,4 @@ def test_a_job_that_agents_have_joined_continues_with_them(jobs: Jobs) -> None:
     (jobs.folder / "claimed.0.0.0").touch()
     _, err = job.communicate(timeout=TIMEOUT)
     assert job.returncode == 128 + signal.SIGKILL, err
-    assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 0, 1)] and "beginning again" not in err
+    assert sorted(jobs.marks("up")) == [(0, 0, 0), (0, 0, 1)] and "restarting the job" not in err

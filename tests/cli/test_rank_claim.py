@@ -20,7 +20,7 @@ import shoal
 
 shoal.init()
 model = torch.nn.Linear(2, 1)
-optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 run = shoal.Checkpoint(model=model, optimizer=optimizer)
 step = run.load(None, missing_ok=True)
 if step and sys.argv[1] == str(shoal.rank()) and os.environ["SHOAL_INCARNATION"] == "1":

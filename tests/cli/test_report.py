@@ -82,6 +82,22 @@ def test_a_log_is_read_also_if_its_writer_was_killed(tmp_path: Path) -> None:
         read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("at", '"x"'), ("at", "1e400"), ("rank", "[]"), ("alive", "[[0]]"), ("lost", '["a"]'), ("what", "{}")],
+)
+def test_a_log_with_a_value_of_another_type_or_size_is_refused_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: str
+) -> None:
+    written(tmp_path, BY_HAND)
+    fields = {"at": "1.0", "rank": "7", "incarnation": "0", "what": '"came"', "lost": "[]", "entered": "[]"}
+    fields |= {"alive": "[7]", name: value}
+    line = "{" + ", ".join(f'"{key}": {text}' for key, text in fields.items()) + "}\n"
+    (tmp_path / "agent7.jsonl").write_text(line)
+    assert main(["report", str(tmp_path)]) == 2
+    assert "agent7.jsonl is no record of an agent" in capsys.readouterr().err
+
+
 def test_the_report_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "pictures" / "there.png"
     assert main(["report", str(written(tmp_path, BY_HAND)), "--picture", str(picture)]) == 0
@@ -179,3 +195,14 @@ def test_the_only_agent_of_a_machine_rejoins_the_others(tmp_path: Path) -> None:
     assert "starting it again (1 of 3)" in ends[1][1]
     lasts = [one[0].splitlines()[-1].split(" ends ")[1] for one in ends]
     assert lasts[0] == lasts[1] and lasts[0].endswith("with (0, 1)")
+
+
+def test_agents_that_are_admitted_together_are_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [MembershipEvent(100.0, rank, 0, CAME, alive=(0, 1, 2, 3)) for rank in range(4)]
+    entries += [MembershipEvent(105.0, rank, 0, CHANGED, lost=(2, 3), alive=(0, 1)) for rank in (0, 1)]
+    entries += [MembershipEvent(110.0, rank, 1, CAME, alive=(rank,)) for rank in (2, 3)]
+    entries += [MembershipEvent(112.0, rank, 0, CHANGED, entered=(2, 3), alive=(0, 1, 2, 3)) for rank in (0, 1)]
+    entries += [MembershipEvent(112.1, rank, 1, CHANGED, entered=(0, 1, 2, 3), alive=(0, 1, 2, 3)) for rank in (2, 3)]
+    assert main(["report", str(written(tmp_path, entries))]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "of 4" in line]
+    assert rows == [["5.0", "2,", "3", "2", "of", "4"], ["12.0", "2,", "3", "4", "of", "4"]]

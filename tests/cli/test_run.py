@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import shoal
+from shoal.cli.agent_processes import SAME_INTERRUPT_SECONDS
 from support.launcher import LAUNCHER, RUN
 from support.limits import scaled
 
@@ -206,7 +207,7 @@ time.sleep(60)
 
 
 CULPRIT = """
-from shoal.runtime.exit_notes import write_note
+from shoal.fault_tolerance.launcher_notes import write_note
 mark("up")
 wait_for("up.0", "up.1", "up.2")
 if rank == 1:
@@ -236,7 +237,8 @@ def test_with_on_failure_continue_the_status_is_that_of_the_agent_that_failed_fi
 
 def test_a_failure_caused_by_another_machines_agents_is_reported_as_such(script: Script) -> None:
     body = (
-        "from shoal.runtime.exit_notes import write_note\nif rank == 1: time.sleep(60)\nwrite_note(True)\nsys.exit(5)"
+        "from shoal.fault_tolerance.launcher_notes import write_note\n"
+        "if rank == 1: time.sleep(60)\nwrite_note(True)\nsys.exit(5)"
     )
     status, _, err = shoal_run("-n", 2, script(body))
     assert status == 5, err
@@ -390,6 +392,53 @@ shoal.init()
     assert err.count("was killed by SIGKILL after") >= 3
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_reader_that_has_paused_does_not_keep_the_launcher(script: Script, tmp_path: Path, signum: int) -> None:
+    path = script("print('x' * 100_000, flush=True)\nmark('it has written')")
+    with subprocess.Popen([*RUN, "-n", "2", str(path)], stdout=subprocess.PIPE) as job:  # nobody reads
+        wait_until(lambda: len(list(marks(tmp_path, "it has written"))) == 2, scaled(30))
+        time.sleep(1.0)  # the agents end, and the launcher waits for the reader
+        assert job.poll() is None
+        job.send_signal(signum)
+        assert job.wait(scaled(20)) == 128 + signum
+        assert job.stdout is not None
+        job.stdout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_init_does_not_wait_for_an_agent_that_has_ended_well(script: Script, policy: str) -> None:
+    path = script("""
+import shoal
+if rank == 1:
+    sys.exit(0)
+shoal.init()
+""")
+    started = time.monotonic()
+    status, _, err = shoal_run("-n", 3, "--on-failure", policy, path, environ={"SHOAL_TIMEOUT": "120"})
+    assert time.monotonic() - started < scaled(60)
+    assert "an agent has ended (rank 1 (pid " in err and ") exited with code 0 after" in err
+    assert status == (0 if policy == "continue" else 1)
+
+
+@pytest.mark.parametrize(
+    ("first", "executable", "message"),
+    [
+        ("#!/bin/sh", False, "is not executable: chmod +x"),
+        ("true", True, "has no #! line that names its interpreter"),
+        ("#!/no/such/interpreter", True, "there is no interpreter of the name in its #! line"),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_refused_with_the_reason(
+    tmp_path: Path, first: str, executable: bool, message: str
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(f"{first}\n")
+    program.chmod(0o755 if executable else 0o644)
+    status, _, err = shoal_run("-n", 2, "--no-python", program)
+    assert status != 0 and message in err and "Traceback" not in err
+
+
 def test_with_on_failure_continue_a_job_that_no_agent_finishes_has_failed(script: Script) -> None:
     path = script("time.sleep(0.5 * (1 - rank)); sys.exit(5 + rank)")
     status, _, err = shoal_run("-n", 2, "--on-failure", "continue", path)
@@ -449,7 +498,8 @@ def on_a_terminal(*arguments: object) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_ctrl_c_reaches_each_agent_once_and_gives_130(script: Script, tmp_path: Path) -> None:
+@pytest.mark.parametrize("passed_on", [False, True], ids=["terminal", "wrapper"])
+def test_ctrl_c_reaches_each_agent_once_and_gives_130(script: Script, tmp_path: Path, passed_on: bool) -> None:
     path = script("""
 interrupts = 0
 def count(*_):
@@ -466,7 +516,7 @@ sys.exit(9)
     with subprocess.Popen(on_a_terminal("-n", 2, path), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as terminal:
         assert terminal.stdin is not None
         wait_until(lambda: len(marks(tmp_path, "up")) == 2)
-        terminal.stdin.write(b"\x03")
+        terminal.stdin.write(b"\x03" * (1 + passed_on))  # once more by a wrapper, such as `uv run`
         terminal.stdin.flush()
         assert terminal.stdout is not None
         output = terminal.stdout.read()
@@ -495,6 +545,7 @@ def test_a_second_ctrl_c_kills_at_once(script: Script, start: Callable[..., Job]
     wait_until(lambda: len(marks(tmp_path, "up")) == 2)
     job.send_signal(signal.SIGINT)
     wait_until(lambda: len(marks(tmp_path, "got")) == 2)
+    time.sleep(2 * SAME_INTERRUPT_SECONDS)
     job.send_signal(signal.SIGINT)
     assert job.wait(10) == 130
     wait_until(lambda: not any(map(is_running, marks(tmp_path, "up").values())))

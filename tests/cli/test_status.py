@@ -24,7 +24,7 @@ from shoal.cli import main, status
 from shoal.cli.status import Process
 from shoal.runtime.agent import current
 from shoal.transport import status_socket
-from shoal.transport.authentication.handshake import HELLO_SIZE, Accepting
+from shoal.transport.authentication import HELLO_SIZE, Accepting
 from shoal.transport.listeners import listen_privately
 from shoal.transport.sockets import GREETING_SECONDS
 from support import PROCESS_GROUP, TRANSPORTS
@@ -120,12 +120,12 @@ def test_each_agent_reports_its_call_its_missing_peers_and_its_last_result(
 
 def train(steps: int) -> int:
     model = torch.nn.Linear(3, 1)
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(3)).sum().backward()
         optimizer.step()
-    return shoal.bytes_sent()
+    return shoal.observability.bytes_sent()
 
 
 @over_both

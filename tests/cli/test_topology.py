@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,14 @@ def test_invalid_requests_are_refused(shoal, command: str, message: str) -> None
     status, _, err = shoal(f"topology {command}")
     assert status == 2
     assert message in err
+
+
+@pytest.mark.parametrize("options", ["fully-connected -n 2300", "all-reduce -n 1000000000000"])
+def test_dense_topologies_are_refused_before_they_are_built(shoal, options: str) -> None:
+    began = time.process_time()
+    status, _, err = shoal(f"topology show {options}")
+    assert status == 2 and "are too dense to analyse" in err
+    assert time.process_time() - began < 3
 
 
 def test_ctrl_c_ends_it_without_a_traceback(shoal, monkeypatch: pytest.MonkeyPatch) -> None:

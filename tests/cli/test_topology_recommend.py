@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pty
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -191,6 +192,20 @@ def test_measure_under_a_launcher_queries_its_agents_and_rank_0_prints() -> None
         first, other = world.results(printed_by, "--measure", "--model-mb", "1", "--json")
     assert is_a_measured_machine_of_two(document(first))
     assert other == ""
+
+
+@pytest.mark.parametrize("status", [3, None], ids=["failed", "out of time"])
+def test_a_measurement_that_fails_is_an_error_without_a_traceback(
+    status: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if status is None:
+            raise subprocess.TimeoutExpired(command, 600)
+        return subprocess.CompletedProcess(command, status, stdout="", stderr="no such transport")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["topology", "recommend", "--measure", "-n", "2", "--model-mb", "1"]) == 1
+    assert "error: measuring with 2 agents failed (" in capsys.readouterr().err
 
 
 @pytest.fixture

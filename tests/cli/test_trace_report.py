@@ -220,7 +220,7 @@ def train(straggler: int, steps: int, numel: int, pause: float) -> None:
     """Train a model of the given size for some steps; one agent does other work between them."""
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     model = torch.nn.Linear(numel, 1, bias=False)
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(numel)).sum().backward()

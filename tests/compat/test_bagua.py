@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -246,6 +247,26 @@ def test_at_any_pace_agents_converge_to_the_joint_optimum(
     assert (results - mean).abs().max() < 1.0, results  # alone each would be at its own target
 
 
+@pytest.mark.parametrize("how", ["replaced", "removed"])
+def test_asynchronous_averages_end_at_any_pace(how: str) -> None:
+    """The slower agents still average with the first one, which is done."""
+
+    def agent() -> None:
+        model = deepcopy(MODEL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        model.with_bagua([optimizer], AsyncModelAverageAlgorithm())
+        for step in range(4):
+            time.sleep(0.04 * shoal.rank())
+            optimizer.zero_grad()
+            model(batch(shoal.rank(), step)).square().mean().backward()
+            optimizer.step()
+        if how == "replaced":
+            model.with_bagua([optimizer], GradientAllReduceAlgorithm())
+        bagua.without_bagua(model)
+
+    shoal.Fleet(3, timeout=20.0).run(agent)
+
+
 def test_options_that_asynchronous_averages_lack_are_refused() -> None:
     with pytest.raises(ValueError, match="peer_selection_mode='shift_one'"):
         AsyncModelAverageAlgorithm("shift_one")  # type: ignore[arg-type]
@@ -280,6 +301,35 @@ def test_a_warm_up_of_asynchronous_averages_averages_gradients(warmup: int) -> N
     assert not torch.equal(after[0], after[1])
 
 
+def test_a_failed_step_is_none_of_the_warm_up() -> None:
+    """One agent's closure fails, and it takes the step again: all agents still end the warm-up in the same step."""
+
+    def agent() -> Tensor:
+        model, fails = deepcopy(MODEL), shoal.rank() == 1
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        model.with_bagua([optimizer], AsyncModelAverageAlgorithm(warmup_steps=2))
+
+        def closure() -> Tensor:
+            if fails:
+                raise MemoryError("out of memory")
+            optimizer.zero_grad()
+            loss: Tensor = model(batch(shoal.rank(), 0)).square().mean()
+            loss.backward()
+            return loss
+
+        if fails:
+            with pytest.raises(MemoryError):
+                optimizer.step(closure)
+            fails = False
+        for _ in range(2):
+            optimizer.step(closure)
+        bagua.without_bagua(model)
+        return flat(model)
+
+    first, *others = shoal.Fleet(3, timeout=20.0).run(agent)
+    assert all(torch.equal(first, other) for other in others)
+
+
 # The user's loop
 
 
@@ -295,7 +345,7 @@ def test_adam_with_momenta_in_eight_bits() -> None:
         else:
             adam = shoal.optim.OneBitAdam(model.parameters(), 0.01, warmup=4)
             eight_bits = shoal.compression.MinMaxUInt8()
-            optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=eight_bits)
+            optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(adam, model, compression=eight_bits)
         for step in range(STEPS):
             optimizer.zero_grad()
             model(batch(shoal.rank(), step)).square().mean().backward()
@@ -400,7 +450,24 @@ def test_an_algorithm_is_removed_and_replaced() -> None:
         if shoal.rank() == 0:  # alone: nobody is waited for
             model(batch(0, 1)).square().mean().backward()
             optimizer.step()
-        shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, model).close()
+        shoal.DecentralizedOptimizer(optimizer, model).close()
+
+    shoal.Fleet(2, timeout=20.0).run(agent)
+
+
+@pytest.mark.parametrize("copied", [deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
+def test_a_copy_of_the_model_is_not_attached(copied: Callable[[Any], Any]) -> None:
+    def agent() -> None:
+        model: Any = deepcopy(MODEL)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        model.with_bagua([optimizer], DecentralizedAlgorithm(hierarchical=False))
+        model(batch(shoal.rank(), 0)).square().mean().backward()
+        optimizer.step()
+        copy = copied(model)
+        assert torch.equal(flat(copy), flat(model))
+        bagua.without_bagua(copy)
+        assert "step" in vars(optimizer)
+        bagua.without_bagua(model)
 
     shoal.Fleet(2, timeout=20.0).run(agent)
 

@@ -66,6 +66,23 @@ def test_reductions_in_all_forms(fleet: Fleets) -> None:
                 assert torch.allclose(one, expected, rtol=0, atol=1e-14)
 
 
+def test_lists_of_tensors_may_be_generators() -> None:
+    calls = [getattr(hvd, name) for name in CALLS if name.startswith("grouped")]
+
+    def run() -> None:
+        hvd.init()
+        for call in calls:
+            results, inplace = [], call.__name__.endswith("_")
+            for kind in (list, iter):
+                xs = [torch.arange(3.0) + hvd.rank(), torch.arange(2.0) - hvd.rank()]
+                found = call(kind(xs))
+                found = hvd.synchronize(found) if "async" in call.__name__ else found
+                results.append([one.tolist() for one in found + (xs if inplace else [])])
+            assert results[0] == results[1], call.__name__
+
+    shoal.Fleet(2, timeout=20.0).run(run)
+
+
 def test_both_ways_to_request_a_sum_and_factors() -> None:
     def run() -> list[Tensor]:
         hvd.init()
@@ -98,13 +115,32 @@ def test_both_ways_to_request_a_sum_and_factors() -> None:
             assert torch.allclose(one, right.double(), rtol=0, atol=1e-14)
 
 
+def test_bool_tensors_have_no_average_and_no_factors() -> None:
+    """Min, Max, Sum and Product of them are: all, any, any, all."""
+
+    def run() -> list[list[bool]]:
+        hvd.init()
+        x = torch.tensor([True, False, hvd.rank() == 0])
+        for name in CALLS:
+            if "reduce" in name:
+                given = [x] if name.startswith("grouped") else x
+                with pytest.raises(TypeError, match=rf"^{name}: a bool tensor has no average"):
+                    getattr(hvd, name)(given)
+                with pytest.raises(TypeError, match=rf"^{name}: .* no factor"):
+                    getattr(hvd, name)(given, op=hvd.Max, prescale_factor=0.5)
+        return [hvd.allreduce(x, op=op).tolist() for op in (hvd.Min, hvd.Max, hvd.Sum, hvd.Product)]
+
+    every, some = [True, False, False], [True, False, True]
+    assert shoal.Fleet(2, timeout=20.0).run(run) == [[every, some, some, every]] * 2
+
+
 def test_sixteen_bit_tensors_are_sent() -> None:
     def run() -> tuple[Tensor, Tensor, int]:
         hvd.init()
         x = x_of(hvd.rank(), 3000, dtype=torch.float32)
-        before = shoal.bytes_sent()
+        before = shoal.observability.bytes_sent()
         results = hvd.allreduce(x, compression=hvd.Compression.fp16, name="x")
-        sent = shoal.bytes_sent() - before
+        sent = shoal.observability.bytes_sent() - before
         assert hvd.allreduce(torch.tensor([hvd.rank()]), compression=hvd.Compression.fp16, op=hvd.Sum).tolist() == [3]
         return results, hvd.allreduce(x, name="x"), sent
 
@@ -291,6 +327,11 @@ def test_invalid_calls_are_refused() -> None:
             hvd.allreduce(torch.ones(2), process_set=1)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="a list of tensors is wanted"):
             hvd.grouped_allreduce(torch.ones(2))  # type: ignore[arg-type]
+        for compression in (hvd.Compression.none, hvd.Compression.fp16):
+            with pytest.raises(TypeError, match=r"^allreduce takes a torch.Tensor, not list"):
+                hvd.allreduce([1.0], compression=compression)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=r"^grouped_allreduce takes a torch.Tensor, not float"):
+                hvd.grouped_allreduce([1.0], compression=compression)  # type: ignore[list-item]
         with pytest.raises(ValueError, match="a 0-dimensional tensor has none"):
             hvd.reducescatter(torch.tensor(1.0))
         for call in (hvd.reducescatter, hvd.reducescatter_async):
@@ -459,6 +500,28 @@ def test_batch_norm_is_that_of_the_joined_batch(shape: tuple[int, ...]) -> None:
             assert torch.allclose(one, right, rtol=1e-9, atol=1e-10)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_batch_norm_of_sixteen_bits_is_torchs(dtype: torch.dtype, autocast: bool) -> None:
+    """Two agents have the same batch, whose joined mean and variance are its own."""
+    x = x_of(0, 8, 3, dtype=torch.float32).round().to(dtype)
+
+    def result(norm: torch.nn.Module) -> Tensor:
+        torch.nn.init.constant_(norm.weight, 1.25)  # type: ignore[arg-type]
+        torch.nn.init.constant_(norm.bias, 0.3)  # type: ignore[arg-type]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found: Tensor = norm(x)
+        return found.detach()
+
+    def run() -> Tensor:
+        hvd.init()
+        return result(hvd.SyncBatchNorm(3))
+
+    for found in shoal.Fleet(2, timeout=20.0).run(run):
+        assert found.dtype == dtype
+        assert torch.allclose(found, result(torch.nn.BatchNorm1d(3)), rtol=torch.finfo(dtype).eps, atol=0)
+
+
 def test_batch_norm_of_one_agent_and_with_a_mean_of_all_batches() -> None:
     x = x_of(0, 5, 2)
     own, remote = hvd.SyncBatchNorm(2, momentum=None).double(), torch.nn.BatchNorm1d(2, momentum=None).double()
@@ -552,6 +615,19 @@ def test_sparse_tensors_are_reduced_wherever_their_entries_lie(op: hvd.ReduceOp)
     for result in shoal.Fleet(SIZE, timeout=20.0).run(run):
         for one in result:
             assert torch.allclose(one, total / (SIZE if op == hvd.Average else 1), rtol=0, atol=1e-14)
+
+
+def test_sparse_tensors_of_different_shapes_are_a_mismatch() -> None:
+    def run() -> None:
+        hvd.init()
+        rank = hvd.rank()
+        x = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (4 + rank,), check_invariants=True)
+        handle = hvd.sparse_allreduce_async(x, "x", hvd.Sum)
+        with pytest.raises(shoal.Mismatch, match=rf"rank {rank} has a tensor of shape \[{4 + rank}\], and rank"):
+            handle.wait()
+        hvd.barrier()
+
+    shoal.Fleet(2, timeout=20.0).run(run)
 
 
 def test_an_error_of_an_operation_is_horovods() -> None:

@@ -161,7 +161,9 @@ def test_without_joined_agents_nothing_is_sent() -> None:
     def run() -> list[str]:
         hvd.init()
         names: list[str] = []
-        stop = shoal.events().subscribe(lambda event: names.append(event.name) if event.kind == "sent" else None)
+        stop = shoal.observability.events().subscribe(
+            lambda event: names.append(event.name) if event.kind == "sent" else None
+        )
         hvd.allreduce(torch.ones(3), name="x")
         stop()
         return names

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -92,7 +94,9 @@ def test_groups_are_sent_during_the_backward_pass() -> None:
         model = deepcopy(MODEL)
         made(model, num_groups=2)
         started: list[str] = []
-        shoal.events().subscribe(lambda event: started.append(event.name) if event.kind == "submitted" else None)
+        shoal.observability.events().subscribe(
+            lambda event: started.append(event.name) if event.kind == "submitted" else None
+        )
         seen: list[str] = []
         model[0].weight.register_hook(lambda _: seen.extend(started))
         loss_of(model, 0).backward()
@@ -303,6 +307,27 @@ def test_sparse_gradients_are_sparse_again_in_the_step(dense: bool, options: dic
         assert torch.allclose(weight, table.weight, rtol=0, atol=1e-6)
 
 
+def test_a_mean_of_sparse_gradients_is_sparse_on_agents_without_one() -> None:
+    """Otherwise SparseAdam refuses its step on them only, and the models differ."""
+
+    def run() -> list[Tensor]:
+        hvd.init()
+        table, rank = deepcopy(TABLE), hvd.rank()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(table.parameters(), lr=0.5))
+        weights = []
+        for step in range(4):  # the one with a gradient is rank 0, then rank 1, then all, then none
+            optimizer.zero_grad()
+            if step in (rank, 2):
+                table(torch.tensor([rank, 3])).sum().backward()
+            optimizer.step()
+            weights.append(table.weight.detach().clone())
+        return weights
+
+    first, *others = shoal.Fleet(SIZE, timeout=20.0).run(run)
+    assert all(torch.equal(one, remote) for other in others for one, remote in zip(first, other, strict=True))
+    assert all((after[3] < before[3]).all() for before, after in pairwise(first[:3]))
+
+
 def test_an_agent_outside_its_process_set_steps_alone() -> None:
     def run() -> Tensor:
         pair = hvd.ProcessSet([0, 2])
@@ -379,7 +404,44 @@ def test_invalid_calls_are_refused() -> None:
         hvd.DistributedOptimizer(sgd)
         with pytest.raises(ValueError, match="is distributed already"):
             hvd.DistributedOptimizer(sgd)
+        for copied in (deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="a distributed optimizer cannot be pickled or copied"):
+                copied(sgd)
         model(torch.ones(1, 2)).sum().backward()
         sgd.step()  # of one agent: as ever
     finally:
         hvd.shutdown()
+
+
+def test_a_second_backward_pass_fails_one_step_only() -> None:
+    def run() -> list[str]:
+        hvd.init()
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.constant_(model.weight, 1.0)
+        torch.nn.init.constant_(model.bias, 0.0)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+        outcomes = []
+        for number in range(5):
+            optimizer.zero_grad()
+            try:
+                for _ in range(1 + (number == 1)):
+                    model(torch.ones(2)).sum().backward()
+                optimizer.step()
+                outcomes.append("ok")
+            except RuntimeError as error:
+                outcomes.append(str(error))
+        return outcomes
+
+    for outcomes in shoal.Fleet(2).run(run):
+        assert [one for one in outcomes if one != "ok"] == [outcomes[1]], outcomes
+        assert "backward passes" in outcomes[1]
+
+
+def test_half_precision_beside_integers_in_a_group_has_a_finite_mean() -> None:
+    def run() -> tuple[list[float], list[int], torch.dtype]:
+        hvd.init()
+        half, whole = torch.full((2,), 60000.0, dtype=torch.float16), torch.tensor([1 + 2 * hvd.rank()])
+        first, second = hvd.grouped_allreduce([half, whole], op=hvd.Average)
+        return first.tolist(), second.tolist(), first.dtype
+
+    assert shoal.Fleet(2).run(run) == [([60000.0, 60000.0], [2], torch.float16)] * 2

@@ -8,13 +8,13 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shoal
 from shoal.algorithms import Exchange
 from shoal.compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
-from shoal.compression.draws import _between_0_and_1
+from shoal.compression.random_numbers import _between_0_and_1
 from shoal.sim.stacked import StackedMix
 from shoal.topology.families.static import ring
 
@@ -158,7 +158,6 @@ class EvenDraws:
         return _between_0_and_1(bits, torch.empty(len(like), dtype=like.dtype))[:, None].expand(like.shape)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([torch.float16, torch.bfloat16]),
     st.floats(-1.0, 1.0, width=32),
@@ -173,6 +172,26 @@ def test_qsgd_of_16_bits_has_no_bias(dtype: torch.dtype, share: float, halvings:
     x = torch.tensor([128.0 * share * 0.5**halvings, 128.0], dtype=torch.float64).to(dtype)
     empirical_mean = QSGD(levels)(x.expand(count, -1), EvenDraws()).double().mean(0)
     assert ((empirical_mean - x.double()).abs() <= 256 / levels / count).all(), (empirical_mean - x.double()).tolist()
+
+
+@pytest.mark.parametrize(("levels", "scale"), [(127, 3e-6), (1000, 1e-5), (1 << 26, 1e-3)])
+def test_a_step_that_float16_would_round_to_zero_is_its_smallest_number(levels: int, scale: float) -> None:
+    x = (scale * normal(2, 40).clamp(-1, 1)).to(torch.float16)
+    compressor = QSGD(levels)
+    assert torch.equal(compressor(x, mix(2)), x)
+    message = compressor.encode(x, mix(2))
+    assert torch.equal(compressor.decode(message, 40, torch.float16, mix(2)), x)
+
+
+@pytest.mark.parametrize("levels", [1 << 17, 1 << 26])
+def test_more_levels_than_float16_has_numbers_cut_nothing_off(levels: int) -> None:
+    x = normal(2, 40).clamp(-1, 1).to(torch.float16)
+    assert (QSGD(levels)(x, mix(2)).double() - x.double()).abs().max() <= 2**-15
+
+
+@every_compressor
+def test_a_vector_without_numbers_loses_nothing(compressor: Compressor) -> None:
+    assert compressor.omega(0) == 0
 
 
 def test_compressors_declared_biased_are_biased() -> None:

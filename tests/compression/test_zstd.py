@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shoal
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK, Zstd
-from shoal.compression.draws import Redrawn
+from shoal.compression.random_numbers import Redrawn
 from shoal.optim.factory import share_kept
 
 Fleets = Callable[..., shoal.Fleet]
@@ -114,9 +114,9 @@ def test_an_exchange_is_the_same_and_sends_less(fleet: Fleets, monkeypatch: pyte
         x = numbers() + shoal.rank()
         result, sent = [], []
         for compressor in (MinMaxUInt8(), Zstd(MinMaxUInt8())):
-            before = shoal.bytes_sent()
+            before = shoal.observability.bytes_sent()
             result.append(shoal.neighbor_allreduce(x, compression=compressor, name="the same draws"))
-            sent.append(shoal.bytes_sent() - before)
+            sent.append(shoal.observability.bytes_sent() - before)
         assert torch.equal(*result)
         return result[0][:3].tolist(), sent[0], sent[1]
 
@@ -136,16 +136,16 @@ def test_an_optimizer_trains_to_the_same_bits_and_sends_less(
         torch.nn.init.constant_(model.weight, 0.1)
         torch.nn.init.constant_(model.bias, 0.1)
         topology: Any = shoal.topology.OnePeerHypercube(4) if changes else shoal.topology.RingGraph(4)
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
+        optimizer = shoal.DecentralizedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.05), model, topology=topology, compression=compressor
         )
-        before = shoal.bytes_sent()
+        before = shoal.observability.bytes_sent()
         for step in range(5):
             chance = torch.Generator().manual_seed(10 * step + shoal.rank())
             optimizer.zero_grad()
             model(torch.randn(8, 100, generator=chance, dtype=torch.float64)).square().mean().backward()
             optimizer.step()
-        sent = shoal.bytes_sent() - before
+        sent = shoal.observability.bytes_sent() - before
         optimizer.close()
         return model.weight.detach().flatten().tolist(), sent
 

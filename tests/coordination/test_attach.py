@@ -15,10 +15,11 @@ import torch
 import shoal
 from shoal.cli import certificates
 from shoal.coordination.attach import check_backend
-from shoal.operations.stage import BackendRequest, Exchange
+from shoal.errors import ProtocolError
+from shoal.execution.stage import BackendRequest, Exchange
 from shoal.runtime.agent import current
+from shoal.transport.messages import Kind, Message, Where
 from shoal.transport.process_group import available
-from shoal.transport.wire import Kind, Message, ProtocolError, Where
 from support import PROCESS_GROUP
 from support.limits import scaled
 from support.namespaces import network_namespaces

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.coordination.decision import (
+from shoal.coordination.request import ALL, CallSignature, RequestKey, TransferRequest
+from shoal.coordination.round import (
     Refusal,
     Response,
     decide,
@@ -18,7 +19,6 @@ from shoal.coordination.decision import (
     requests_as_data,
     requests_of,
 )
-from shoal.coordination.request import ALL, CallSignature, RequestKey, TransferRequest
 
 
 def request(
@@ -120,7 +120,7 @@ REQUESTS = st.dictionaries(
 
 
 @given(REQUESTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_encoded_requests_are_decoded_equally(requests: dict[TransferRequest, list[int]]) -> None:
     assert requests_of(json.loads(json.dumps(requests_as_data(requests))), 4) == requests
     decision = decide(requests, range(4))
@@ -128,7 +128,7 @@ def test_encoded_requests_are_decoded_equally(requests: dict[TransferRequest, li
 
 
 @given(st.lists(REQUESTS, min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_result_is_independent_of_where_requests_are_merged(
     several: list[dict[TransferRequest, list[int]]],
 ) -> None:

@@ -111,7 +111,7 @@ CHANGES = st.lists(
 
 
 @given(CHANGES, st.integers(1, 5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_agents_with_equal_decisions_have_the_same_cache(changes: list, capacity: int) -> None:
     caches = [ResponseCache(rank, capacity) for rank in range(3)]
     rounds: dict[RequestKey, int] = {}

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import shoal
 from shoal.coordination.ordering import CollectiveOrdering
 from shoal.coordination.request import ALL, CallSignature, PendingRequest, PendingRequests, RequestKey, TransferRequest
-from shoal.operations.matching import Matcher
-from shoal.operations.stage import Exchange, Stage
+from shoal.execution.matching import Matcher
+from shoal.execution.stage import Exchange, Stage
 from shoal.runtime.agent import current
-from shoal.transport.collective_plan import CollectivePlan
+from shoal.transport.process_group import CollectivePlan
 from support import PROCESS_GROUP
 from support.leftovers import nothing_is_left, wait_until
 
@@ -37,7 +37,7 @@ def fleet() -> Any:
 def pending(matcher: Matcher, number: int, requested: bool, name: str = "~allreduce") -> PendingRequest:
     """The next call under a name, in a stage whose tensors are to be moved."""
     operation = matcher.begin("allreduce", name, 10.0, False)
-    operation.stage = stage = Stage(number, Exchange((), ()), set(), {}, to_move=True, asked_for=requested)
+    operation.stage = stage = Stage(number, Exchange((), ()), set(), {}, to_move=True, transfer_requested=requested)
     request = TransferRequest(CallSignature(RequestKey(name, number, ALL), "allreduce"), operation.round)
     return PendingRequest(request, operation, stage, CollectivePlan((), [], []), [])
 
@@ -55,7 +55,7 @@ def test_a_request_is_held_while_an_earlier_call_may_still_request() -> None:
     requests.commit((0, 1, 2))
     assert (asks.committed, asks.held, other.committed) == (False, True, True)
     assert not requests.has_released()
-    waits.stage.asked_for = True
+    waits.stage.transfer_requested = True
     requests.add(waits)
     assert requests.has_released()
     assert [one.request.round for one in requests.known[asks.request.key]] == [0, 1]
@@ -84,17 +84,17 @@ def test_a_held_request_is_released_when_the_earlier_call_makes_none(end: str) -
 # By real agents
 
 CALLS: dict[str, Callable[[float], shoal.Handle[Any]]] = {
-    "small": lambda x: shoal.allreduce_nonblocking(torch.full((3,), x), average=False),
-    "large": lambda x: shoal.allreduce_nonblocking(torch.full((LARGE,), x), average=False),
+    "small": lambda x: shoal.nonblocking.allreduce(torch.full((3,), x), average=False),
+    "large": lambda x: shoal.nonblocking.allreduce(torch.full((LARGE,), x), average=False),
     # No engine reduces these, so their headers are compared first, and they ask for their turn when these are here.
-    "by owners": lambda x: shoal.allreduce_nonblocking(torch.full((LARGE,), complex(x)), average=False),
-    "by owners, whole": lambda x: shoal.allreduce_nonblocking(torch.full((LARGE,), int(x)).short(), average=False),
-    "average": lambda x: shoal.neighbor_allreduce_nonblocking(torch.full((3,), x)),
-    "push": lambda x: shoal.neighbor_allreduce_nonblocking(
+    "by owners": lambda x: shoal.nonblocking.allreduce(torch.full((LARGE,), complex(x)), average=False),
+    "by owners, whole": lambda x: shoal.nonblocking.allreduce(torch.full((LARGE,), int(x)).short(), average=False),
+    "average": lambda x: shoal.nonblocking.neighbor_allreduce(torch.full((3,), x)),
+    "push": lambda x: shoal.nonblocking.neighbor_allreduce(
         torch.full((3,), x), 0.5, dst_weights=[(shoal.rank() + 1) % SIZE]
     ),
-    "gather": lambda x: shoal.allgather_nonblocking(torch.full((1,), x)),
-    "broadcast": lambda x: shoal.broadcast_nonblocking(torch.full((3,), x), 1),
+    "gather": lambda x: shoal.nonblocking.allgather(torch.full((1,), x)),
+    "broadcast": lambda x: shoal.nonblocking.broadcast(torch.full((3,), x), 1),
 }
 
 
@@ -105,16 +105,16 @@ def expected(kind: str, rank: int) -> float:
 
 
 REFUSED: list[Callable[[], Any]] = [
-    lambda: shoal.allreduce_nonblocking(torch.ones(3), op="mean"),
-    lambda: shoal.allreduce_nonblocking(torch.ones(3), out=torch.ones(4)),
-    lambda: shoal.allreduce_nonblocking(torch.ones(3), timeout=-1.0),
-    lambda: shoal.allreduce_nonblocking(torch.ones(3), name="~mine"),
-    lambda: shoal.allreduce_nonblocking([1.0]),  # type: ignore[arg-type]
-    lambda: shoal.allreduce_nonblocking(torch.ones(3), group=[7]),
-    lambda: shoal.neighbor_allreduce_nonblocking(torch.ones(3), 0.5),
-    lambda: shoal.neighbor_allreduce_nonblocking(torch.ones(3), 0.5, {9: 1.0}, {}),
-    lambda: shoal.allgather_nonblocking(torch.tensor(1.0)),
-    lambda: shoal.broadcast_nonblocking(torch.ones(3), SIZE),
+    lambda: shoal.nonblocking.allreduce(torch.ones(3), op="mean"),
+    lambda: shoal.nonblocking.allreduce(torch.ones(3), out=torch.ones(4)),
+    lambda: shoal.nonblocking.allreduce(torch.ones(3), timeout=-1.0),
+    lambda: shoal.nonblocking.allreduce(torch.ones(3), name="~mine"),
+    lambda: shoal.nonblocking.allreduce([1.0]),  # type: ignore[arg-type]
+    lambda: shoal.nonblocking.allreduce(torch.ones(3), group=[7]),
+    lambda: shoal.nonblocking.neighbor_allreduce(torch.ones(3), 0.5),
+    lambda: shoal.nonblocking.neighbor_allreduce(torch.ones(3), 0.5, {9: 1.0}, {}),
+    lambda: shoal.nonblocking.allgather(torch.tensor(1.0)),
+    lambda: shoal.nonblocking.broadcast(torch.ones(3), SIZE),
     lambda: shoal.pair_gossip(torch.ones(3), shoal.rank()),
 ]
 """Calls whose arguments are refused."""
@@ -186,7 +186,7 @@ def go_through(seeds: list[int]) -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 2**32), min_size=1, max_size=5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @pytest.mark.transport(PROCESS_GROUP)
 def test_random_programs_of_unnamed_calls_complete(seeds: list[int]) -> None:
     go_through(seeds)

@@ -20,7 +20,7 @@ VECTORS = st.builds(
 
 
 @given(VECTORS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_an_encoded_vector_is_decoded_equally(one: Vector) -> None:
     assert Vector.of(one.as_tensor()) == one
 
@@ -28,21 +28,21 @@ def test_an_encoded_vector_is_decoded_equally(one: Vector) -> None:
 def test_request_bits_are_intersected_and_flags_united() -> None:
     vector = Vector(b"a" * 8, 0b1100, asks=True)
     other = Vector(b"a" * 8, 0b0110, leaving=0b10)
-    assert vector.and_of(other, 1) == Vector(b"a" * 8, 0b0100, True, 0b10)
+    assert vector.combined_with(other, 1) == Vector(b"a" * 8, 0b0100, True, 0b10)
 
 
 def test_another_cache_is_detected_and_reported() -> None:
     one, other = Vector(b"a" * 8, 1), Vector(b"b" * 8, 1)
-    assert one.and_of(other, 3).differs == 4
-    assert one.and_of(Vector(b"a" * 8, 1, differs=2), 3).differs == 2
+    assert one.combined_with(other, 3).differs == 4
+    assert one.combined_with(Vector(b"a" * 8, 1, differs=2), 3).differs == 2
 
 
 @given(VECTORS, VECTORS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_merging_is_idempotent(one: Vector, other: Vector) -> None:
-    together = one.and_of(other, 1)
-    assert together.and_of(other, 1) == together
-    assert together.and_of(one, 0).bits == together.bits
+    together = one.combined_with(other, 1)
+    assert together.combined_with(other, 1) == together
+    assert together.combined_with(one, 0).bits == together.bits
 
 
 @pytest.mark.parametrize("raw", [b"", b"x" * 20, b"x" * 100, bytes(Vector(b"a" * 8, 7).as_tensor().numpy())[:-1]])

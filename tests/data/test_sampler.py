@@ -19,7 +19,7 @@ SHARDS = [[0], list(range(1, 4)), list(range(4, TOTAL))]
 """An epoch has 7 samples for each agent: one again and again, one twice and a little, one in parts."""
 
 
-def epochs(sampler: shoal.AgentSampler, count: int) -> list[list[int]]:
+def epochs(sampler: shoal.data.AgentSampler, count: int) -> list[list[int]]:
     results = []
     for epoch in range(count):
         sampler.set_epoch(epoch)
@@ -29,11 +29,11 @@ def epochs(sampler: shoal.AgentSampler, count: int) -> list[list[int]]:
 
 def of_all(size: int, count: int, **options: Any) -> list[list[list[int]]]:
     """The samples of each agent in each epoch."""
-    return shoal.Fleet(size).run(lambda: epochs(shoal.AgentSampler(range(TOTAL), **options), count))
+    return shoal.Fleet(size).run(lambda: epochs(shoal.data.AgentSampler(range(TOTAL), **options), count))
 
 
 def of_shards(count: int) -> list[list[list[int]]]:
-    return shoal.Fleet(SIZE).run(lambda: epochs(shoal.AgentSampler(range(TOTAL), SHARDS[shoal.rank()]), count))
+    return shoal.Fleet(SIZE).run(lambda: epochs(shoal.data.AgentSampler(range(TOTAL), SHARDS[shoal.rank()]), count))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -92,7 +92,7 @@ def test_a_shard_is_exhausted_before_it_repeats() -> None:
 
 def test_an_epoch_is_computed_independently_of_earlier_ones() -> None:
     def run() -> bool:
-        sampler = shoal.AgentSampler(range(TOTAL), SHARDS[shoal.rank()])
+        sampler = shoal.data.AgentSampler(range(TOTAL), SHARDS[shoal.rank()])
         third = epochs(sampler, 3)[2]
         sampler.set_epoch(2)
         return list(sampler) == third
@@ -105,7 +105,7 @@ def test_the_weighted_mean_over_agents_is_the_mean_over_all_samples(fleet: Fleet
     values = torch.randn(TOTAL, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def run() -> torch.Tensor:
-        sampler = shoal.AgentSampler(range(TOTAL), torch.tensor(SHARDS[shoal.rank()]))
+        sampler = shoal.data.AgentSampler(range(TOTAL), torch.tensor(SHARDS[shoal.rank()]))
         own = torch.stack([values[epoch].mean() for epoch in epochs(sampler, 48)]).mean()
         return shoal.allreduce(sampler.weight * own)
 
@@ -114,7 +114,7 @@ def test_the_weighted_mean_over_agents_is_the_mean_over_all_samples(fleet: Fleet
 
 
 def test_without_shards_the_weight_is_one() -> None:
-    assert shoal.Fleet(SIZE).run(lambda: shoal.AgentSampler(range(TOTAL)).weight) == [1.0] * SIZE
+    assert shoal.Fleet(SIZE).run(lambda: shoal.data.AgentSampler(range(TOTAL)).weight) == [1.0] * SIZE
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["common", "shards"])
@@ -122,8 +122,8 @@ def test_without_shards_the_weight_is_one() -> None:
 def test_the_sampler_resumes_within_an_epoch(sharded: bool, stop: int) -> None:
     """An epoch has 6 samples, or 7. ``set_epoch`` of the current epoch does not restart it."""
 
-    def make() -> shoal.AgentSampler:
-        return shoal.AgentSampler(range(TOTAL), SHARDS[shoal.rank()] if sharded else None)
+    def make() -> shoal.data.AgentSampler:
+        return shoal.data.AgentSampler(range(TOTAL), SHARDS[shoal.rank()] if sharded else None)
 
     def run() -> None:
         full = list(chain(*epochs(make(), 4)))
@@ -145,24 +145,24 @@ def test_the_sampler_resumes_within_an_epoch(sharded: bool, stop: int) -> None:
 
 def test_epochs_advance_without_set_epoch() -> None:
     def run() -> bool:
-        sampler = shoal.AgentSampler(range(TOTAL))
-        return [list(sampler) for _ in range(3)] == epochs(shoal.AgentSampler(range(TOTAL)), 3)
+        sampler = shoal.data.AgentSampler(range(TOTAL))
+        return [list(sampler) for _ in range(3)] == epochs(shoal.data.AgentSampler(range(TOTAL)), 3)
 
     assert all(shoal.Fleet(2).run(run))
 
 
 def test_an_interrupted_epoch_restarts() -> None:
     def run() -> None:
-        sampler = shoal.AgentSampler(range(TOTAL))
+        sampler = shoal.data.AgentSampler(range(TOTAL))
         next(iter(sampler))
-        assert list(sampler) == epochs(shoal.AgentSampler(range(TOTAL)), 1)[0]
+        assert list(sampler) == epochs(shoal.data.AgentSampler(range(TOTAL)), 1)[0]
 
     shoal.Fleet(2).run(run)
 
 
 def test_the_start_may_be_set() -> None:
     def run() -> None:
-        sampler = shoal.AgentSampler(range(TOTAL))
+        sampler = shoal.data.AgentSampler(range(TOTAL))
         full = epochs(sampler, 2)[1]
         sampler.set_epoch(1, start=4)
         assert sampler.state_dict()["position"] == 4
@@ -175,14 +175,14 @@ def test_with_another_number_of_agents_a_common_dataset_continues_after_the_used
     data = range(24)
 
     def begin() -> tuple[list[int], dict[str, Any]]:
-        sampler = shoal.AgentSampler(data)
+        sampler = shoal.data.AgentSampler(data)
         return list(islice(sampler, 3)), sampler.state_dict()
 
     before = shoal.Fleet(4).run(begin)
     state = before[0][1]
 
     def resume() -> list[int]:
-        sampler = shoal.AgentSampler(data)
+        sampler = shoal.data.AgentSampler(data)
         sampler.load_state_dict(state)
         return list(sampler)
 
@@ -193,19 +193,19 @@ def test_with_another_number_of_agents_a_common_dataset_continues_after_the_used
 
 def test_a_state_of_other_data_is_refused() -> None:
     def run() -> None:
-        state = shoal.AgentSampler(range(TOTAL)).state_dict()
+        state = shoal.data.AgentSampler(range(TOTAL)).state_dict()
         with pytest.raises(ValueError, match=r"10 samples .* now there are 11"):
-            shoal.AgentSampler(range(TOTAL + 2)).load_state_dict(state)
+            shoal.data.AgentSampler(range(TOTAL + 2)).load_state_dict(state)
 
     shoal.Fleet(2).run(run)
 
 
 def test_a_resumed_run_keeps_its_order_with_another_seed() -> None:
     def run() -> None:
-        first = shoal.AgentSampler(range(TOTAL), seed=5)
-        second = shoal.AgentSampler(range(TOTAL))
+        first = shoal.data.AgentSampler(range(TOTAL), seed=5)
+        second = shoal.data.AgentSampler(range(TOTAL))
         second.load_state_dict(first.state_dict())
-        assert list(second) == list(first) != list(shoal.AgentSampler(range(TOTAL)))
+        assert list(second) == list(first) != list(shoal.data.AgentSampler(range(TOTAL)))
 
     shoal.Fleet(2).run(run)
 
@@ -213,10 +213,10 @@ def test_a_resumed_run_keeps_its_order_with_another_seed() -> None:
 def test_a_data_loader_accepts_it() -> None:
     def run() -> tuple[int, int]:
         dataset = TensorDataset(torch.arange(TOTAL))
-        sampler = shoal.AgentSampler(dataset, SHARDS[shoal.rank()])
+        sampler = shoal.data.AgentSampler(dataset, SHARDS[shoal.rank()])
         loader = DataLoader(dataset, batch_size=3, sampler=sampler)
         used = [number for [batch] in loader for number in batch.tolist()]
-        assert used == epochs(shoal.AgentSampler(dataset, SHARDS[shoal.rank()]), 1)[0]
+        assert used == epochs(shoal.data.AgentSampler(dataset, SHARDS[shoal.rank()]), 1)[0]
         return len(loader), len(list(loader))
 
     assert shoal.Fleet(SIZE).run(run) == [(3, 3)] * SIZE
@@ -225,11 +225,11 @@ def test_a_data_loader_accepts_it() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda rank: shoal.AgentSampler(range(10 + rank)), "a dataset of the length: 1"),
-        (lambda rank: shoal.AgentSampler(range(10), seed=rank), "seed"),
-        (lambda rank: shoal.AgentSampler(range(10), range(5) if rank else None), "a shard: 0|a shard: 1"),
-        (lambda rank: shoal.AgentSampler(range(10), shuffle=bool(rank)), "shuffle"),
-        (lambda rank: shoal.AgentSampler(range(10), pad=bool(rank)), "pad"),
+        (lambda rank: shoal.data.AgentSampler(range(10 + rank)), "a dataset of the length: 1"),
+        (lambda rank: shoal.data.AgentSampler(range(10), seed=rank), "seed"),
+        (lambda rank: shoal.data.AgentSampler(range(10), range(5) if rank else None), "a shard: 0|a shard: 1"),
+        (lambda rank: shoal.data.AgentSampler(range(10), shuffle=bool(rank)), "shuffle"),
+        (lambda rank: shoal.data.AgentSampler(range(10), pad=bool(rank)), "pad"),
     ],
 )
 def test_agents_with_different_settings_raise_a_mismatch(
@@ -245,17 +245,32 @@ def test_agents_with_different_settings_raise_a_mismatch(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda rank: shoal.AgentSampler(range(10), range(rank)), r"ranks \[0\] are empty"),
-        (lambda rank: shoal.AgentSampler(range(1)), "cannot be dealt out"),
-        (lambda rank: shoal.AgentSampler(range(10), seed=-1), "seed=-1"),
+        (lambda rank: shoal.data.AgentSampler(range(10), range(rank)), r"ranks \[0\] are empty"),
+        (lambda rank: shoal.data.AgentSampler(range(1)), "cannot be dealt out"),
+        (lambda rank: shoal.data.AgentSampler(range(10), []), r"ranks \[0, 1\] are empty"),
+        (lambda rank: shoal.data.AgentSampler(range(10), seed=-1), "AgentSampler: seed=-1"),
+        (lambda rank: shoal.data.AgentSampler(range(10), seed=2**63), "seed=9223372036854775808 .* below"),
+        (lambda rank: shoal.data.AgentSampler(range(10), seed=1.5), "AgentSampler: seed must be an int, got 1.5"),  # type: ignore[arg-type]
+        (lambda rank: shoal.data.AgentSampler(range(10), torch.ones(2, 1).long()), r"shard has shape \[2, 1\]"),
     ],
 )
-def test_an_empty_dataset_is_an_error(make: Callable[[int], object], message: str) -> None:
+def test_an_empty_dataset_and_invalid_arguments_are_errors(make: Callable[[int], object], message: str) -> None:
     def run() -> None:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((TypeError, ValueError), match=message):
             make(shoal.rank())
 
     shoal.Fleet(2).run(run)
+
+
+def test_a_shard_that_changes_later_does_not_change_the_samples() -> None:
+    def run() -> tuple[list[int], list[int]]:
+        shard = torch.arange(4)
+        sampler = shoal.data.AgentSampler(range(100), shard, shuffle=False)
+        before = list(sampler)
+        shard.add_(50)
+        return before, list(sampler)
+
+    assert shoal.Fleet(2).run(run) == [([0, 1, 2, 3], [0, 1, 2, 3])] * 2
 
 
 def counts_of(shards: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
@@ -276,6 +291,8 @@ def test_a_small_alpha_leaves_an_agent_few_labels_and_a_large_one_all() -> None:
     all_ = counts_of(shoal.data.dirichlet_shards(labels, 8, alpha=1e4), labels)
     assert (few.max(dim=0).values > 100).sum() >= 8, "most of a label is with one agent"
     assert (all_ - 25).abs().max() <= 3
+    same = counts_of(shoal.data.dirichlet_shards(labels, 8, alpha=1e308), labels)
+    assert (same - 25).abs().max() <= 1
 
 
 def test_the_same_seed_gives_the_same_shards_on_every_agent() -> None:
@@ -299,3 +316,18 @@ def test_the_same_seed_gives_the_same_shards_on_every_agent() -> None:
 def test_impossible_shards_are_refused(labels: list[int], agents: int, alpha: float, message: str) -> None:
     with pytest.raises(ValueError, match=f"dirichlet_shards: {message}"):
         shoal.data.dirichlet_shards(labels, agents, alpha=alpha)
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "message"),
+    [
+        (iter([0, 1, 2]), {}, "labels is a list_iterator; give a list or tensor"),
+        (torch.zeros(10, 3), {}, r"labels is of shape \[10, 3\]; give a list or tensor of one label"),
+        ([0, 1, 2], {"agents": 2.0}, "agents must be an int, got 2.0"),
+        ([0, 1, 2], {"seed": -1}, "seed=-1 must be 0 or more"),
+        ([0, 1, 2], {"seed": 0.5}, "seed must be an int, got 0.5"),
+    ],
+)
+def test_invalid_arguments_of_shards_are_refused(labels: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^dirichlet_shards: {message}"):
+        shoal.data.dirichlet_shards(labels, **{"agents": 2, **options})

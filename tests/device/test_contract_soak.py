@@ -17,7 +17,7 @@ from ops.test_neighbor_allgather import *  # noqa: F403
 from ops.test_numbers import *  # noqa: F403
 from ops.test_pair_gossip import *  # noqa: F403
 from ops.test_reduction import *  # noqa: F403
-from ops.test_robust import *  # noqa: F403
+from ops.test_robust_rules import *  # noqa: F403
 from ops.test_tensors import *  # noqa: F403
 from support.on_device import Moves, all_on_device
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.device import Unshareable, cuda
-from shoal.device.cuda import Driver
+from shoal.device import Cuda, CudaStream, Driver, Unshareable
 from support.leftovers import descriptors
 from support.limits import scaled
 
@@ -70,7 +69,7 @@ def test_memory_is_created_mapped_and_released(library: str) -> None:
 def test_another_process_maps_it_and_keeps_it_when_its_owner_is_killed(library: str) -> None:
     program = (
         "import ctypes, os, signal, socket, sys\n"
-        "from shoal.device.cuda import Driver\n"
+        "from shoal.device import Driver\n"
         "address, size, fd = Driver(sys.argv[1]).make(1, 1)\n"
         "ctypes.memset(address, 42, size)\n"
         "socket.send_fds(socket.socket(fileno=int(sys.argv[2])), [b'here'], [fd])\n"
@@ -176,11 +175,11 @@ def test_a_machine_without_a_driver_raises() -> None:
 
 
 def test_a_device_is_refused_only_if_its_memory_cannot_be_shared(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "driver", lambda: Driver(library))
-    cuda.Cuda(torch.device("cuda", 0))
+    monkeypatch.setattr("shoal.device.driver", lambda: Driver(library))
+    Cuda(torch.device("cuda", 0))
     monkeypatch.setattr(Driver, "why_not", lambda _, device: f"device {device} has no virtual memory")
     with pytest.raises(Unshareable, match="device 1 has no virtual memory"):
-        cuda.Cuda(torch.device("cuda", 1))
+        Cuda(torch.device("cuda", 1))
 
 
 def test_an_event_is_recorded_on_its_stream_and_a_waiting_thread_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +197,7 @@ def test_an_event_is_recorded_on_its_stream_and_a_waiting_thread_sleeps(monkeypa
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     stream: Any = object()
-    mark = cuda.CudaStream(stream).mark()
+    mark = CudaStream(stream).mark()
     assert calls == [("blocking", True), ("record", stream)]
     mark.wait()
     assert calls[2:] == [("synchronize", None)]

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import shoal
-from shoal.device import Unshareable, cuda
+from shoal.device import Unshareable
+from shoal.execution import devices
 from shoal.ops import device_ops
+from shoal.transport import shared_regions
 from support.leftovers import wait_until
 from support.limits import scaled
 from support.slow_device import Slow, SlowDevice, current_device, empty, in_use, to_device, without_memory
@@ -73,7 +75,7 @@ def test_a_tensor_may_change_once_the_call_has_returned(fleet: Fleets, device: S
     def run() -> None:
         rank = shoal.rank()
         x = to_device(numbers(rank))
-        handle = shoal.neighbor_allreduce_nonblocking(x, 0.5, {1 - rank: 0.5}, [1 - rank])
+        handle = shoal.nonblocking.neighbor_allreduce(x, 0.5, {1 - rank: 0.5}, [1 - rank])
         x.mul_(0)
         x.copy_(torch.full((NUMEL,), torch.nan))
         assert torch.equal(handle.wait().cpu(), expected_of_two(rank))
@@ -85,7 +87,7 @@ def test_memory_is_not_reused_while_a_neighbour_reads_it(fleet: Fleets, device: 
     def run() -> None:
         rank = shoal.rank()
         handles = [
-            shoal.neighbor_allreduce_nonblocking(
+            shoal.nonblocking.neighbor_allreduce(
                 to_device(numbers(rank).mul_(number)), 0.5, {1 - rank: 0.5}, [1 - rank], name=f"{number}"
             )
             for number in range(12)
@@ -106,7 +108,7 @@ def test_other_calls_continue_while_the_device_is_busy(fleet: Fleets, device: Sl
         rank = shoal.rank()
         x = to_device(numbers(rank))
         current_device().current().queue(partial(busy.wait, 30.0))  # type: ignore[arg-type]
-        handle = shoal.neighbor_allreduce_nonblocking(x, 0.5, {1 - rank: 0.5}, [1 - rank])
+        handle = shoal.nonblocking.neighbor_allreduce(x, 0.5, {1 - rank: 0.5}, [1 - rank])
         for _ in range(5):
             assert shoal.allreduce(torch.ones(1)).item() == 1.0
         assert not handle.poll()
@@ -186,7 +188,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_names_its_owner(
     def raise_unshareable(fd: int, size: int) -> torch.Tensor:
         raise Unshareable("these devices do not reach each other")
 
-    monkeypatch.setattr(cuda, "map_memory", raise_unshareable)
+    monkeypatch.setattr(shared_regions, "map_memory", raise_unshareable)
 
     def run() -> str:
         with pytest.raises((RuntimeError, shoal.ShoalError)) as caught:
@@ -260,7 +262,7 @@ def test_by_default_tensors_are_sent_through_the_cpu(
     def fail_if_opened(one: torch.device) -> SlowDevice:
         raise AssertionError("the device was opened")
 
-    monkeypatch.setattr(cuda, "open_device", fail_if_opened)
+    monkeypatch.setattr(devices, "open_device", fail_if_opened)
 
     def run() -> None:
         result = average_of_two()

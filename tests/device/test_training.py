@@ -46,9 +46,11 @@ def trained(make: Callable[..., Any], where: Callable[[torch.Tensor], torch.Tens
 
 WAYS = {
     "adapt then combine": shoal.DecentralizedOptimizer,
-    "adapt with combine": shoal.optim.DistributedAdaptWithCombineOptimizer,
+    "adapt with combine": partial(
+        shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)
+    ),
     "exact diffusion": partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0)),
-    "all-reduce": shoal.optim.DistributedAllreduceOptimizer,
+    "all-reduce": shoal.bluefog.DistributedAllreduceOptimizer,
     "choco": partial(shoal.DecentralizedOptimizer, compression=TopK(0.1)),
 }
 

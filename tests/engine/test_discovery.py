@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from shoal.engine.discovery import submit_to_all
-from shoal.operations.matching import Matcher
-from shoal.operations.operation import WHOLE, FailurePolicy, Operation, Recovery
-from shoal.operations.stage import Exchange, Steps
+from shoal.execution.matching import Matcher
+from shoal.execution.operation import WHOLE, FailurePolicy, Operation, Recovery
+from shoal.execution.stage import Exchange, Steps
 
 
 def steps(_: Operation) -> Steps[torch.Tensor]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from shoal.engine.dispatch import Dispatch
-from shoal.operations.matching import Matcher
-from shoal.operations.stage import Exchange, Stage
-from shoal.transport.wire import AGAIN, Kind, Message, ProtocolError, Where
+from shoal.errors import ProtocolError
+from shoal.execution.matching import Matcher
+from shoal.execution.stage import Exchange, Stage
+from shoal.transport.messages import AGAIN, Kind, Message, Where
 
 
 class Parts:
@@ -25,14 +26,17 @@ class Parts:
         gate = SimpleNamespace(closing=False)
         lifecycle = self._records("take", "go_on", "accept", backend_stages=backend_stages, gate=gate)
         unused: Any = SimpleNamespace()
-        shared: Any = SimpleNamespace(rank=0, matcher=self.matcher, sender=self._records("acknowledge"))
+        shared: Any = SimpleNamespace(rank=0, matcher=self.matcher, sender=self._records("acknowledge"), router=unused)
         shared.events = self._records(active=False)
         services = self._records(of=lambda message: None)
-        self.dispatch = Dispatch(shared, lifecycle, unused, self._records("on_closed"), services, {})
+        failures = self._records("on_closed", "on_cut", "on_shut_out", "on_left")
+        self.dispatch = Dispatch(shared, lifecycle, unused, failures, services, {})
 
     def _records(self, *functions: str, **others: object) -> Any:
-        recording = {name: lambda *given, name=name: self.calls.append((name, *given)) for name in functions}
-        return SimpleNamespace(**recording, **others)
+        def recording(name: str) -> Any:
+            return lambda *given, **named: self.calls.append((name, *given, *named.values()))
+
+        return SimpleNamespace(**{name: recording(name) for name in functions}, **others)
 
     def repeated(self) -> Message:
         """Rank 1's tensor for this stage, sent again after a loss."""
@@ -83,7 +87,7 @@ def test_a_repeated_tensor_received_over_a_link_is_acknowledged() -> None:
 
 def test_a_message_of_an_earlier_attempt_is_acknowledged_and_not_refused() -> None:
     parts = Parts()
-    parts.matcher.before(parts.operation, 256)
+    parts.matcher.begin_attempt(parts.operation, 256)
     message = Message(Kind.DATA, "average", "x", 0, 0)
     parts.dispatch.on_message(1, message)
     assert parts.calls == [("acknowledge", 1, message)]

@@ -19,13 +19,13 @@ import torch
 
 import shoal
 from shoal.coordination.ordering import CollectiveOrdering
-from shoal.engine import agent_status, stalls, watchdog
-from shoal.operations.matching import Matcher
-from shoal.operations.membership import Membership
-from shoal.operations.operation import needed_by
-from shoal.operations.shared_parts import SharedParts
+from shoal.engine import agent_status, watchdog
+from shoal.execution.matching import Matcher
+from shoal.execution.membership import Membership
+from shoal.execution.operation import needed_by
+from shoal.execution.shared_parts import SharedParts
 from shoal.runtime.agent import current
-from shoal.transport.wire import Kind, Message
+from shoal.transport.messages import Kind, Message
 from support import PROCESS_GROUP, TRANSPORTS
 from support.fault_points import over_both
 from support.leftovers import nothing_is_left, wait_until
@@ -102,7 +102,7 @@ def test_a_call_that_all_have_requested_waits_for_no_rank(
     def run() -> None:
         shoal.barrier()
         holds.set()
-        handle = shoal.neighbor_allreduce_nonblocking(torch.ones(100_000), name="x")
+        handle = shoal.nonblocking.neighbor_allreduce(torch.ones(100_000), name="x")
         with pytest.raises(shoal.DeadlineExceeded, match="to which all have come"):
             handle.wait(3 * AFTER)
         if shoal.rank() == 0:
@@ -180,12 +180,12 @@ def test_a_call_on_a_window_is_checked_in_time_and_reported_once_beside_other_wa
     stub: Any = SimpleNamespace(in_flight=list, view=SimpleNamespace(alive=()))
     services: Any = SimpleNamespace(all=lambda: [SimpleNamespace(calls_that_wait=lambda: list(calls))])
     progress: Any = SimpleNamespace(lock=nullcontext(), check_by=looks.append)
-    result = stalls.Stalls(SharedParts(0, 2, stub, stub, stub, stub, progress, stub), stub, services)
-    result.begins_to_wait(0.0)
+    result = watchdog.Stalls(SharedParts(0, 2, stub, stub, stub, stub, progress, stub), stub, services)
+    result.check_after_wait(0.0)
     assert looks == [30.0] and result.check(29.0) == 30.0 and log_lines(caplog) == []
     assert result.check(30.0) == float("inf")
     calls.append(("win_get 'b'", [1], 10.0))
-    result.begins_to_wait(10.0)
+    result.check_after_wait(10.0)
     assert looks == [30.0, 40.0] and result.check(40.0) == float("inf")
     assert [one.split(" on rank")[0] for one in log_lines(caplog)] == ["win_put 'a'", "win_get 'b'"]
 
@@ -198,11 +198,11 @@ def test_many_waiting_calls_are_one_report_and_each_is_reported_once(
 
     def run() -> None:
         if shoal.rank() == 0:
-            handles = [shoal.allreduce_nonblocking(torch.ones(1), name=f"call {i}") for i in range(20)]
+            handles = [shoal.nonblocking.allreduce(torch.ones(1), name=f"call {i}") for i in range(20)]
             time.sleep(0.01)
         else:
             time.sleep(AFTER + 1.5)
-            handles = [shoal.allreduce_nonblocking(torch.ones(1), name=f"call {i}") for i in range(20)]
+            handles = [shoal.nonblocking.allreduce(torch.ones(1), name=f"call {i}") for i in range(20)]
         for handle in handles:
             handle.wait()
 
@@ -301,7 +301,7 @@ def test_an_agent_is_queried_again_only_after_its_reply_or_its_failure(caplog: p
     about: Any = SimpleNamespace(waited_for=lambda operation: [0, 1])
     stub: Any = SimpleNamespace(all=list)
     parts = SharedParts(0, 2, stub, stub, Membership(2), matcher, stub, sender)
-    reports = stalls.Stalls(parts, about, stub)
+    reports = watchdog.Stalls(parts, about, stub)
     reports.after = 30.0
 
     def asks(now: float) -> int:
@@ -313,9 +313,9 @@ def test_an_agent_is_queried_again_only_after_its_reply_or_its_failure(caplog: p
     assert [asks(now) for now in (100.0, 101.5)] == [1, 1]
     reports.on_answer(1, Message(Kind.NOTICE, text="it computes"))
     assert [asks(now) for now in (103.0, 104.5)] == [2, 2]
-    assert reports.check(104.9) == 103.0 + stalls.ANSWER_WITHIN
+    assert reports.check(104.9) == 103.0 + watchdog.ANSWER_WITHIN
     reports.check(105.0)  # it does not answer
     assert [one for one in log_lines(caplog) if "does not answer" in one] == [
         "rank 1 does not answer rank 0: it is stopped, hung, or cut off"
     ]
-    assert asks(106.5) == 3 and set(output) == {(1, stalls.DOING)}
+    assert asks(106.5) == 3 and set(output) == {(1, watchdog.DOING)}

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,10 +97,10 @@ def agents(wrapper: Path) -> dict[int, int]:
     return result
 
 
-def lost(pid: int) -> list[int] | None:
-    """The ranks that the agent of a process counts as lost; None while it does not answer."""
+def status(pid: int) -> dict[str, Any]:
+    """The status of the agent of a process; empty while it does not answer."""
     answers = [agent for process in ask({pid: find().get(pid, [])}) for agent in process.agents]
-    return answers[0].get("lost") if answers else None
+    return answers[0] if answers else {}
 
 
 def ended(job: Job) -> list[str]:
@@ -151,9 +152,11 @@ def test_a_killed_agent_rejoins_and_the_run_is_resumed(
     until(lambda: len(list(folder.glob("0*/manifest.json"))) > 1)
     first = agents(wrapper)
     os.kill(first[1], signal.SIGKILL)
-    until(lambda: lost(first[0]) == [1])
-    until(lambda: lost(first[0]) == [])
-    assert agents(wrapper)[1] != first[1]
+    until(lambda: agents(wrapper).get(1, first[1]) != first[1])
+    # A process whose interpreter is about to start has no command line for a moment.
+    until(lambda: status(agents(wrapper).get(1, 0)).get("stepped_ago") is not None)  # it has been admitted, and trains
+    until(lambda: status(first[0]).get("lost") == [])
+    assert agents(wrapper)[0] == first[0]
     job.send_signal(signal.SIGTERM)
     job.communicate(timeout=SECONDS)
     manifests = sorted(folder.glob("0*/manifest.json"))

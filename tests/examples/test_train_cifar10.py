@@ -59,7 +59,7 @@ def in_fleet(size: int, folder: Path, *options: str) -> list[list[train_cifar10.
 # Resuming
 
 
-@pytest.mark.parametrize("algorithm", train_cifar10.WRAPPERS)
+@pytest.mark.parametrize("algorithm", train_cifar10.ALGORITHMS)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, folder: Path, algorithm: str) -> None:
     """With three agents the second round differs from the first."""
     options = ("--algorithm", algorithm, "--checkpoint")
@@ -324,7 +324,7 @@ def test_agents_have_different_images_and_other_ones_in_each_epoch() -> None:
     images = numbered(50)
 
     def drawn() -> list[list[int]]:
-        sampler, epochs = shoal.AgentSampler(images), []
+        sampler, epochs = shoal.data.AgentSampler(images), []
         for epoch in (0, 0, 1):
             sampler.set_epoch(epoch)
             epochs.append([int(label) for _, labels in images.batches(sampler, 4, seed=epoch) for label in labels])
@@ -341,7 +341,7 @@ def test_an_epoch_is_independent_of_the_number_of_agents() -> None:
     images = numbered(50)
 
     def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return list(images.batches(shoal.AgentSampler(images), 12 // shoal.size(), seed=5))
+        return list(images.batches(shoal.data.AgentSampler(images), 12 // shoal.size(), seed=5))
 
     def total(agents: int) -> list[dict[int, list[float]]]:
         """Each step's images by number, over all agents."""

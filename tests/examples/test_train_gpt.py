@@ -50,7 +50,7 @@ def model_of(context: int = 8, alphabet: int = 5) -> train_gpt.GPT:
 # Resuming
 
 
-@pytest.mark.parametrize("algorithm", train_gpt.WRAPPERS)
+@pytest.mark.parametrize("algorithm", train_gpt.ALGORITHMS)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, file: Path, algorithm: str) -> None:
     """It stops between two evaluations, and before the second of the two rounds that three agents have."""
     options = ("--algorithm", algorithm, "--checkpoint")
@@ -107,7 +107,7 @@ def test_the_loss_decreases(file: Path) -> None:
     assert len(run.sample) == 9
 
 
-@pytest.mark.parametrize("algorithm", train_gpt.WRAPPERS)
+@pytest.mark.parametrize("algorithm", train_gpt.ALGORITHMS)
 def test_two_passes_of_two_windows_are_one_pass_of_four(tmp_path: Path, file: Path, algorithm: str) -> None:
     options = ("--algorithm", algorithm, "--checkpoint")
     in_fleet(3, file, *options, str(tmp_path / "two"))

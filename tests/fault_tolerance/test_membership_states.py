@@ -9,6 +9,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
+from shoal.execution.membership import NOT_YET, Departure
 from shoal.fault_tolerance.membership_states import (
     PRESENT,
     TRANSITIONS,
@@ -18,7 +19,6 @@ from shoal.fault_tolerance.membership_states import (
     MembershipTable,
     departure_event,
 )
-from shoal.operations.membership import NOT_YET, Departure
 
 PAGE = Path(__file__).parents[2] / "docs" / "design-failures.md"
 FROM_MESSAGES = (AgentEvent.SUSPECT, AgentEvent.LEAVE, AgentEvent.LOSE, AgentEvent.LOSE_TOUCH)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import PeerLost
+from shoal.errors import PeerLost, ProtocolError
+from shoal.execution.shared_parts import SharedParts
 from shoal.fault_tolerance.membership_states import AgentEvent, MembershipTable
 from shoal.fault_tolerance.partition import EVERY, PATIENCE, PartitionResolver
-from shoal.operations.shared_parts import SharedParts
-from shoal.transport.wire import Kind, Message, ProtocolError
+from shoal.transport.authentication import QUESTION
+from shoal.transport.messages import Kind, Message
 from support.recording_sender import recording_sender
 
 
@@ -80,8 +81,8 @@ class Agent:
     def transport_to(self, rank: int) -> str:
         return self.kinds.get(rank, "network")
 
-    def outgoing(self, peer: int, receiver: object, asks: bool = False) -> PendingProbe:
-        assert asks and not any(one.open for one in self.probed), "a link that stays, or two questions"
+    def outgoing(self, peer: int, receiver: object, purpose: int) -> PendingProbe:
+        assert purpose == QUESTION and not any(one.open for one in self.probed), "a link that stays, or two questions"
         self.probed.append(PendingProbe(peer))
         return self.probed[-1]
 

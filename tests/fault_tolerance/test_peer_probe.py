@@ -12,7 +12,7 @@ import pytest
 import shoal
 from shoal.fault_tolerance.partition import PeerProbe
 from shoal.runtime.agent import current
-from shoal.transport.authentication.handshake import HELLO_SIZE, SHUT_OUT, WELCOME_SIZE, Connecting
+from shoal.transport.authentication import HELLO_SIZE, SHUT_OUT, WELCOME_SIZE, Connecting
 from support.leftovers import nothing_is_left, wait_until
 from support.unauthenticated_peers import is_closed, listener_address
 

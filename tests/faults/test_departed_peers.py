@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.operations.membership import NEEDED, UNEVEN
+from shoal.execution.membership import NEEDED
+from shoal.execution.operation import SAME_CALLS
 
 SIZE, LEAVES = 4, 3
 Fleets = Callable[..., shoal.Fleet]
@@ -27,7 +28,7 @@ def failure(call: Callable[[], Any]) -> tuple[str, tuple[int, ...], str]:
 EXPECTED = (
     "PeerLost",
     (LEAVES,),
-    f"rank {LEAVES} {NEEDED.removeprefix('it ')}. {UNEVEN}; the agents that are left can shut down and start again",
+    f"rank {LEAVES} {NEEDED.removeprefix('it ')}. {SAME_CALLS}; the agents that are left can shut down and start again",
 )
 
 
@@ -46,7 +47,7 @@ def test_all_agents_raise_whichever_agent_detects_it_first(fleet: Fleets, first:
             return []
         assert left.wait(10)
         others = [index for index in range(SIZE) if index not in (rank, LEAVES)]
-        among = shoal.allgather_nonblocking(torch.ones(1), name="others", group=[0, 1, 2]) if rank != first else None
+        among = shoal.nonblocking.allgather(torch.ones(1), name="others", group=[0, 1, 2]) if rank != first else None
         waits.wait(10)
         results = [failure(lambda: shoal.neighbor_allreduce(torch.ones(3)))] if rank == first else []
         if among is not None:

@@ -14,7 +14,7 @@ import torch
 
 import shoal
 from shoal.engine.shutdown import HANG_UP_SECONDS
-from shoal.operations.events import Event
+from shoal.execution.events import Event
 from shoal.runtime import bootstrap
 from shoal.runtime.agent import current
 from shoal.transport.sockets import Outgoing
@@ -365,7 +365,7 @@ def check_deadlines_on_each_message() -> None:
         if event.kind == "received":
             engine.progress.next_check = 0.0
 
-    shoal.events().subscribe(on_event)
+    shoal.observability.events().subscribe(on_event)
 
 
 def average_with_a_stop(numel: int = 30_000) -> None:
@@ -405,7 +405,7 @@ def wait_until_asked(name: str) -> None:
     import threading
 
     arrived = threading.Event()
-    shoal.events().subscribe(lambda event: arrived.set() if event.name == name else None)
+    shoal.observability.events().subscribe(lambda event: arrived.set() if event.name == name else None)
     rounds = current().engine.matcher
     while not any(key[0] == name for key in rounds.early) and not arrived.wait(0.005):
         pass

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 import shoal
+from shoal.runtime.agent import current
+from shoal.transport.messages import Kind, Message
+from shoal.transport.network_link import NetworkIncoming
 from support.agent_main import Outcome
 from support.fault_points import average_until_it_fails
 from support.limits import scaled
@@ -81,12 +84,15 @@ def test_a_machine_whose_cable_is_pulled_is_reported_failed_by_the_other(size: i
 @pytest.mark.timeout(120)
 @pytest.mark.transport("network")
 @pytest.mark.transport("namespaces")
-def test_an_unreachable_machine_is_reported_failed_also_without_traffic() -> None:
+@pytest.mark.parametrize("unconfirmed", [False, True])
+def test_an_unreachable_machine_is_reported_failed_also_without_traffic(unconfirmed: bool) -> None:
+    """The system sends no keepalive probes on a connection with unconfirmed bytes."""
     with network_namespaces(2) as machines, World(2, namespaces=machines, timeout=90.0) as world:
         world.results(exchange)
         at = time.monotonic()
         machines[1].plug(False)
-        # Rank 1 says nothing, so rank 0 has nothing under way either that could fail to be acknowledged.
+        if unconfirmed:
+            world.results(report_arrived, on=[0])
         outcome = world.run_on(0, failed_ranks_within_limit).outcome(SILENT_SECONDS + 10.0)
         assert outcome.value == [1], outcome.trace
         assert outcome.ended - at < scaled(SILENT_SECONDS)
@@ -171,8 +177,19 @@ def exchange_for(seconds: float) -> int:
     return rounds
 
 
+def report_arrived() -> None:
+    """Send something on every connection to or from the other agent."""
+    engine = current().engine
+    with engine.lock:
+        for connection in engine.router.incoming[1]:
+            assert isinstance(connection, NetworkIncoming)
+            connection.send_arrived_count()
+        engine.router.link(1).post(Message(Kind.ASK, "unconfirmed", "unconfirmed"))
+        engine.router.link(1).flush()
+
+
 def failed_ranks_within_limit() -> list[int]:
     limit = time.monotonic() + SILENT_SECONDS + 5.0
-    while not shoal.membership().died and time.monotonic() < limit:
+    while not shoal.observability.membership().died and time.monotonic() < limit:
         time.sleep(0.05)
-    return sorted(shoal.membership().died)
+    return sorted(shoal.observability.membership().died)

@@ -46,14 +46,19 @@ def test_an_agent_without_receive_memory_is_named_by_all(environment: dict[str, 
             assert one.error == ("ShoalError" if one.rank == SHORT else "PeerLost"), one.trace
 
 
-def send_without_memory(numel: int) -> str:
-    """A round in which rank 1 has no memory to send from; then one in which it has."""
+def send_without_memory(numel: int, failed: Path) -> str:
+    """A round in which rank 1 has no memory to send from; then one in which it has.
+
+    The others begin once its call has ``failed``: else it may read what they send first, and have no memory for that.
+    """
     rank, x = shoal.rank(), torch.ones(numel)
     out = torch.empty_like(x)
     shoal.barrier()
     if rank == SHORT:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + LITTLE, resource.RLIM_INFINITY))
+    else:
+        assert wait_until(failed.exists, 20.0)
     try:
         shoal.neighbor_allreduce(x, out=out)
         error_text = "nothing"
@@ -61,14 +66,17 @@ def send_without_memory(numel: int) -> str:
         error_text = f"{type(error).__name__} {getattr(error, 'ranks', ())} {error}"
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    failed.touch()
     assert bool((shoal.neighbor_allreduce(x, out=out) == 1).all())
     return error_text
 
 
 @pytest.mark.parametrize("environment", OVER)
-def test_an_agent_without_send_memory_raises_and_the_others_get_the_reason(environment: dict[str, str]) -> None:
+def test_an_agent_without_send_memory_raises_and_the_others_get_the_reason(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
     with World(3, environment=environment) as world:
-        errors = world.results(send_without_memory, 5_000_000)
+        errors = world.results(send_without_memory, 5_000_000, tmp_path / "failed")
     assert errors[SHORT].startswith("MemoryError () the system cannot give 20,9"), errors
     for rank in (0, 2):
         assert errors[rank].startswith(f"Mismatch {tuple(sorted((rank, SHORT)))} "), errors
@@ -88,11 +96,11 @@ def test_if_the_progress_thread_runs_out_of_memory_all_waits_end() -> None:
         shoal.barrier()
         if shoal.rank() == 0:
             engine.poller.poll = failing_poll  # type: ignore[method-assign, assignment]
-        handle = shoal.allreduce_nonblocking(torch.ones(3), name="never" if shoal.rank() else "x")
-        assert wait_until(lambda: shoal.rank() == 1 or shoal.poll(handle), 10.0), "it waits"
+        with pytest.raises(shoal.ShoalError) as caught:  # at once, if the thread has ended the exchange before
+            handle = shoal.nonblocking.allreduce(torch.ones(3), name="never" if shoal.rank() else "x")
+            assert wait_until(lambda: shoal.rank() == 1 or shoal.bluefog.poll(handle), 10.0), "it waits"
+            shoal.bluefog.wait(handle)
         engine.poller.poll = poll  # type: ignore[method-assign]
-        with pytest.raises(shoal.ShoalError) as caught:
-            shoal.wait(handle)
         return str(caught.value)
 
     with nothing_is_left():

@@ -120,7 +120,7 @@ def test_a_stopped_agent_is_named_at_the_deadline_and_reconnects(point: Point, v
 
 
 def rounds_begun() -> int:
-    return current().engine.matcher.begun("~neighbor_allreduce")
+    return current().engine.matcher.rounds_begun("~neighbor_allreduce")
 
 
 def catch_up(rounds: int) -> None:

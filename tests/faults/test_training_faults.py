@@ -12,7 +12,8 @@ import time
 import pytest
 
 from support.agent_main import Outcome
-from support.training_faults import KINDS, UNTIL_SECONDS, WRAPPERS, AgentEnd, Fault, draw, ready, train
+from support.leftovers import wait_until
+from support.training_faults import BEGUN, KINDS, UNTIL_SECONDS, WRAPPERS, AgentEnd, Fault, draw, ready, train
 from support.world import World
 
 SAMPLE = range(10)
@@ -45,6 +46,7 @@ def _send_signals(world: World, fault: Fault) -> None:
     signum = {"kill": signal.SIGKILL, "busy": signal.SIGKILL, "interrupt": signal.SIGINT, "stop": signal.SIGSTOP}
     if fault.kind not in signum:
         return
+    assert wait_until(lambda: BEGUN in world.members[fault.victim].log.read_text(), 30.0)
     time.sleep(0.05 + fault.after)
     world.kill(fault.victim, signum[fault.kind])
     if fault.kind == "stop":

@@ -89,7 +89,7 @@ def assert_survivors_continue(world: World, rest: list[int] = REST) -> None:
 
 
 def assert_all_name_the_killed(count: int) -> None:
-    assert wait_until(lambda: len(shoal.membership().died) == count, 2.0)
+    assert wait_until(lambda: len(shoal.observability.membership().died) == count, 2.0)
 
 
 # The sender
@@ -411,7 +411,7 @@ def test_scripts_that_end_at_different_times_without_freeing_their_windows_exit_
 
 def accumulate_to_the_next() -> None:
     following = (shoal.rank() + 1) % shoal.size()
-    if following in shoal.membership().alive:
+    if following in shoal.observability.membership().alive:
         write(ACCUMULATE, 1.0, following)
 
 

@@ -62,6 +62,32 @@ def test_gathered_values_are_of_all_agents_without_duplicates(world: World) -> N
         assert one["trigger"]
 
 
+def test_a_structure_with_more_tensors_on_one_agent_fails_one_call(world: World) -> None:
+    for one in world.results(agents.other_structures, patience=120.0):
+        assert one["outcomes"] == ["Mismatch"] * 3
+        ranks = [0.0, 1.0, 2.0, 3.0]
+        assert one["gathered"] == [(ranks, [10 * step + rank for rank in ranks]) for step in range(3)]
+        assert one["reduced"] == [[6.0, 6.0 * step] for step in range(3)]
+
+
+def test_the_samples_of_an_agent_sampler_are_not_dealt_out_again(world: World) -> None:
+    result = world.results(agents.own_samples, patience=60.0)
+    seen = [one["seen"] for one in result]
+    assert [len(one) for one in seen] == [9] * SIZE  # 38 for 4 agents: two are left out of the epoch
+    assert len({number for one in seen for number in one}) == 36
+    for one in result:
+        assert len(one["gathered"]) == len(set(one["gathered"])) == 36
+        assert len(one["last"]) == SIZE
+
+
+def test_an_optimizer_is_given_the_models_whose_parameters_it_has(world: World) -> None:
+    assert world.results(agents.two_models, patience=60.0) == [[1, 2, 4 + 8]] * SIZE
+
+
+def test_a_scripts_configuration_of_loaders_is_unchanged(world: World) -> None:
+    assert world.results(agents.configuration, patience=60.0) == [(None, None)] * SIZE
+
+
 def test_functions_of_accelerate_imported_before_use_shoal(world: World) -> None:
     result = world.results(agents.functions, patience=60.0)
     for rank, one in enumerate(result):

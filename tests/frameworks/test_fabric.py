@@ -60,6 +60,16 @@ def test_each_sample_is_used_once_agents_average_once_a_step_and_the_mean_is_eva
         assert one["gathered"] == [[0], [1], [2], [3]] and one["said"] == {"rank": 2}
 
 
+@pytest.mark.parametrize("sampler", ["agents", "shuffled", "stream"])
+def test_agents_with_seeds_of_their_own_see_each_sample_once(world: World, sampler: str) -> None:
+    result = world.results(agents.seen_of, sampler, patience=PATIENCE)
+    assert sorted(index for one in result for index in one) == list(range(56))
+
+
+def test_an_optimizer_over_modules_that_are_set_up_one_by_one(world: World) -> None:
+    assert world.results(agents.one_by_one, patience=PATIENCE) == [1] * SIZE
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_averaged_gradients_are_training_with_the_total_batch(world: World, accumulate: int) -> None:
     result = world.results(partial(agents.train, True, accumulate), patience=PATIENCE)
@@ -96,6 +106,7 @@ def test_features_that_need_one_common_model_are_refused(world: World) -> None:
     reasons = {
         "devices": "each process is one agent",
         "optimizer first": "Set up both together",
+        "entry": "Give that entry another name",
         "sync_grads": "no other agent",
     }
     for result in world.results(agents.refused, patience=PATIENCE):

@@ -96,6 +96,15 @@ def test_a_step_is_the_equation_also_accumulated_and_clipped(
     assert [one.metrics["train_loss"] for one in result] == pytest.approx([losses[-1]] * SIZE, rel=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"loader": {"dealt_out": True}}, {"seeds": True}])
+def test_each_sample_is_used_once_with_an_agent_sampler_and_with_seeds_by_rank(
+    world: World, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    result = fitted(world, tmp_path, max_epochs=2, **options)
+    for epoch in (slice(7), slice(7, 14)):
+        assert sorted(index for one in result for batch in one.seen[epoch] for index in batch) == list(range(56))
+
+
 def test_other_strategies_average_at_their_point_of_the_loop(world: World, tmp_path: Path) -> None:
     plain = fitted(world, tmp_path)
     overlapped = fitted(world, tmp_path, wrapper="overlapping")
@@ -107,6 +116,11 @@ def test_other_strategies_average_at_their_point_of_the_loop(world: World, tmp_p
     assert all(same(one.params, both[0].params) for one in both)
     tracking = fitted(world, tmp_path, wrapper="tracking")
     assert [one.rounds for one in tracking] == [[7]] * SIZE
+
+
+def test_the_windows_of_a_fast_agent_stay_until_the_slow_ones_have_trained(world: World, tmp_path: Path) -> None:
+    result = fitted(world, tmp_path, wrapper="push-sum", module={"delay": 0.05}, limit_val_batches=0)
+    assert [one.steps for one in result] == [7] * SIZE
 
 
 def test_bfloat16_mixed(world: World, tmp_path: Path) -> None:
@@ -145,6 +159,14 @@ def test_the_mean_model_is_evaluated_and_each_agent_keeps_its_own(world: World, 
     assert after["said"]["agents"] == SIZE
 
 
+def test_a_validation_between_the_passes_of_a_step_changes_no_exchange(world: World, tmp_path: Path) -> None:
+    options = {"wrapper": "with combine", "accumulate_grad_batches": 2}
+    often = fitted(world, tmp_path, val_check_interval=1, **options)
+    once = fitted(world, tmp_path, **options)
+    assert all(same(one.params, other.params) for one, other in zip(often, once, strict=True))
+    assert not same(often[0].params, often[1].params)
+
+
 def test_the_best_checkpoint_has_the_mean_and_worse_ones_are_removed_with_their_folder(
     world: World, tmp_path: Path
 ) -> None:
@@ -153,8 +175,10 @@ def test_the_best_checkpoint_has_the_mean_and_worse_ones_are_removed_with_their_
     result = fitted(world, tmp_path, max_epochs=9, checkpoint=checkpoint, stop=stop)
     assert [one.epochs for one in result] == [2] * SIZE
     assert len({one.metrics["val_loss"] for one in result}) == 1
-    [file, folder] = result[0].files[:2]
-    assert folder == f"{file}.agents" and all(one.startswith(file) for one in result[0].files)
+    # Listed after all agents have ended: the first agent removes worse files while the others go on.
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ckpt*"))
+    [file, folder] = files[:2]
+    assert folder == f"{file}.agents" and all(one.startswith(file) for one in files)
     params = world.results(agents.loaded_anywhere, str(tmp_path / file), on=[0])[0]["params"]
     if file.startswith("epoch=1"):
         close(params, mean_of([one.params for one in result]))
@@ -170,6 +194,15 @@ def test_metrics_local_to_each_agent_are_not_monitored(world: World, tmp_path: P
         assert "'val_loss' is monitored" in one.message and "sync_dist=True" in one.message
     synced = fitted(world, tmp_path, optimizer="plateau", max_epochs=3)
     assert [one.lr for one in synced] == pytest.approx([0.2 / 10 / 10**3] * SIZE)
+
+
+@pytest.mark.parametrize("checkpoint", [None, {"monitor": "train_loss", "every_n_train_steps": 2}])
+def test_metrics_local_to_each_agent_are_not_monitored_by_the_step(
+    world: World, tmp_path: Path, checkpoint: dict[str, Any] | None
+) -> None:
+    for message, rates in world.results(agents.own_rates, str(tmp_path), checkpoint, patience=PATIENCE):
+        assert "'train_loss' is monitored" in message
+        assert rates == [0.2] * 2, "in the second batch, before anything has used it"
 
 
 def test_agents_with_different_numbers_of_batches_raise_a_mismatch(world: World, tmp_path: Path) -> None:

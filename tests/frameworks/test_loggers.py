@@ -15,7 +15,7 @@ SIZE, STEPS = 3, 4
 NAMES = {f"loss/{what}" for what in ("mean", "worst", *(f"agent{rank}" for rank in range(SIZE)))}
 
 
-def losses() -> list[shoal.Metrics]:
+def losses() -> list[shoal.optim.Metrics]:
     """Of each step, ``step * 10 + rank``."""
     agents = shoal.Fleet(SIZE).run(
         lambda: [shoal.metrics({"loss": torch.tensor(10.0 * step + shoal.rank())}) for step in range(STEPS)]

@@ -57,7 +57,15 @@ def test_four_agents_on_two_nodes_are_two_machines_of_two_and_return_by_rank(
             x = shoal.allreduce(x)
         print(f"the mean is {x[-1].item()}", flush=True)
         node = ray.get_runtime_context().get_node_id()
-        return shoal.rank(), shoal.size(), shoal.machine_rank(), shoal.local_rank(), node, x[-1].item(), os.getpid()
+        return (
+            shoal.rank(),
+            shoal.size(),
+            shoal.bluefog.machine_rank(),
+            shoal.local_rank(),
+            node,
+            x[-1].item(),
+            os.getpid(),
+        )
 
     result = shoal.ray.train(average, 10.0, agents=4, times=2)
     assert [one[:4] for one in result] == [(rank, 4, rank // 2, rank % 2) for rank in range(4)]
@@ -110,6 +118,22 @@ def test_an_agents_exception_is_the_cause_and_an_unresponsive_agent_is_killed(
     assert have_exited([int(file.read_text()) for file in tmp_path.iterdir()])
 
 
+def test_an_exception_that_cannot_be_serialized_is_described(cluster: Any) -> None:
+    class OddError(Exception):
+        def __init__(self, layer: str, number: int) -> None:
+            super().__init__(f"no such layer: {layer}{number}")
+
+    def run() -> None:
+        if shoal.rank() == 1:
+            raise OddError("conv", 7)
+        shoal.allreduce(torch.ones(1))
+
+    message = r"rank 1 failed with OddError: no such layer: conv7; ranks \[0\] ended with it"
+    with pytest.raises(shoal.ray.AgentFailed, match=message) as info:
+        shoal.ray.train(run, agents=2)
+    assert "Traceback" in str(info.value.__cause__) and "in run" in str(info.value.__cause__)
+
+
 def test_with_on_loss_continue_the_others_continue_and_the_log_names_the_failed_agent(
     cluster: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,7 +171,10 @@ def test_unavailable_resources_are_named(cluster: Any) -> None:
         ({"agents": 0}, "agents=0"),
         ({"agents": 2, "resources_per_agent": {"CPU": -1}}, "a positive amount of each resource"),
         ({"agents": 2, "resources_per_agent": {}}, "a positive amount"),
+        ({"agents": 2, "resources_per_agent": {"CPU": "1"}}, "a positive amount"),
+        ({"agents": 2, "resources_per_agent": 1}, "a positive amount"),
         ({"agents": 2, "timeout": 0.0}, "timeout=0.0"),
+        ({"agents": 2, "timeout": "5"}, "timeout='5'"),
         ({"agents": 2, "on_loss": "ignore"}, "on_loss='ignore'"),
     ],
 )

@@ -18,10 +18,20 @@ from hypothesis import strategies as st
 from shoal.arithmetic import weigh_in_blocks
 from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
 from shoal.compression.bits import positions_bytes, read_positions, write_positions
-from shoal.compression.draws import HashStream, Redrawn
-from shoal.kernels.native import build, codecs, differing, library, sums, why_not_native
-from shoal.kernels.reduce import REDUCTIONS, combine, reduce
-from shoal.kernels.weighted_sum import add_scaled, common_factor, copy, scale, weigh, weighted_sum
+from shoal.compression.random_numbers import HashStream, Redrawn
+from shoal.kernels import native
+from shoal.kernels.native import build, differing, library, why_not_native
+from shoal.kernels.sums import (
+    REDUCTIONS,
+    add_scaled,
+    combine,
+    common_factor,
+    copy,
+    reduce,
+    scale,
+    weigh,
+    weighted_sum,
+)
 from support.kernels import same_numbers
 from support.limits import scaled
 from support.reference import same_bits
@@ -37,8 +47,7 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def without_library() -> pytest.MonkeyPatch:
         patch = pytest.MonkeyPatch()
-        patch.setattr(sums, "library", lambda: None)
-        patch.setattr(codecs, "library", lambda: None)
+        patch.setattr(native, "library", lambda: None)
         return patch
 
     return without_library
@@ -58,8 +67,8 @@ def drawn(n: int, seed: int, dtype: torch.dtype, special: bool, gap: int = 0) ->
 @NATIVE
 def test_compiled_kernels_are_called_on_the_native_path_only(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-    monkeypatch.setattr(sums, "weigh", lambda *_, **__: called.append("weigh"))
-    monkeypatch.setattr(sums, "reduce", lambda *_, **__: called.append("reduce"))
+    monkeypatch.setattr(native, "weigh", lambda *_, **__: called.append("weigh"))
+    monkeypatch.setattr(native, "reduce", lambda *_, **__: called.append("reduce"))
     out, x = torch.zeros(8), torch.ones(8)
     weighted_sum(out, x, 0.5, [x + 1], [0.25], implementation="torch")
     reduce(out, "sum", [out, x], implementation="torch")
@@ -70,7 +79,7 @@ def test_compiled_kernels_are_called_on_the_native_path_only(monkeypatch: pytest
 
 
 @NATIVE
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.integers(4096, 9000),
     st.integers(1, 64),
@@ -85,13 +94,13 @@ def test_weighted_sums(n: int, count: int, gap: int, dtype: torch.dtype, special
     weights = {"unequal": [0.1 + 0.3 * at for at in range(count)], "mean": [1 / count] * count, "equal": [0.3] * count}
     factor, given_weights = common_factor(weights[kind]), weights[kind]
     result, also, expected = (torch.zeros(gap + n, dtype=dtype)[gap:] for _ in range(3))
-    assert sums.fits(result, inputs, least=0)
+    assert native.fits(result, inputs, least=0)
     if factor is None:
-        sums.weigh(result, inputs, given_weights, also=also)
+        native.weigh(result, inputs, given_weights, also=also)
     else:
-        sums.weigh(result, inputs, given_weights, factor.number, factor.divides, also)
+        native.weigh(result, inputs, given_weights, factor.number, factor.divides, also)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "library", lambda: None)
+        patch.setattr(native, "library", lambda: None)
         weigh(given_weights, factor, expected, inputs[0], inputs[1:])
     assert same_numbers(result, expected)
     assert same_bits(result.nan_to_num(), also.nan_to_num())
@@ -117,7 +126,7 @@ def test_reductions(by_torch: Any, how: str, dtype: torch.dtype, parts: list[lis
 @pytest.mark.parametrize("gap", [0, 1, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_large_results_use_streaming_stores_at_any_offset(by_torch: Any, gap: int, dtype: torch.dtype) -> None:
-    n = 2 * sums.STREAMED_BYTES // dtype.itemsize + 5
+    n = 2 * native.STREAMED_BYTES // dtype.itemsize + 5
     own, other = (torch.ones(gap + n, dtype=dtype)[gap:] * at for at in (3, 5))
     own[:7] = torch.arange(7)
     result, also, expected = (torch.full((gap + n + 9,), 7, dtype=dtype) for _ in range(3))
@@ -293,7 +302,7 @@ def test_positions_of_the_largest_random_numbers_are_found_without_storing_them(
     for share in SHARES:
         count = max(1, round(share * d))
         for key in KEYS:
-            result = codecs.drawn_largest(key, d, count, dtype)
+            result = native.drawn_largest(key, d, count, dtype)
             assert result is not None
             assert torch.equal(result, largest_of_drawn(key, d, count, dtype))
 
@@ -304,7 +313,7 @@ def test_of_equal_random_numbers_the_first_is_selected(key: int) -> None:
     d, count = 100_000, 30_000
     numbers = HashStream(torch.tensor([key]), torch.empty(d)).whole().sort(descending=True).values
     assert numbers[count - 1] == numbers[count]  # float32 has 2^24 numbers below one
-    result = codecs.drawn_largest(key, d, count, torch.float32)
+    result = native.drawn_largest(key, d, count, torch.float32)
     assert result is not None
     assert torch.equal(result, largest_of_drawn(key, d, count, torch.float32))
 
@@ -329,11 +338,11 @@ def test_bounds_that_split_equal_random_numbers_are_refused(key: int) -> None:
 @NATIVE
 def test_random_positions_are_right_also_with_wrong_bounds(by_torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a margin of a tenth of a standard deviation the kernel often refuses, and torch's path draws the numbers."""
-    monkeypatch.setattr(codecs, "_DEVIATIONS", 0.1)
+    monkeypatch.setattr(native, "_DEVIATIONS", 0.1)
     x, refused = torch.arange(100_000.0), 0
     for seed in range(20):
         stream = Redrawn(seed, 2, 3).stream(x)
-        result = codecs.drawn_largest(stream.key(0), len(x), 30_000, x.dtype)
+        result = native.drawn_largest(stream.key(0), len(x), 30_000, x.dtype)
         expected = largest_of_drawn(stream.key(0), len(x), 30_000, x.dtype)
         refused += result is None
         assert result is None or torch.equal(result, expected)
@@ -407,6 +416,44 @@ def test_kernels_that_round_differently_are_detected() -> None:
     assert differing(corrupted) == "weighted sums of torch.float32"
     corrupted = _Wrong(kernels, "shoal_reduce")
     assert differing(corrupted) == "reductions (sum) of torch.float32"
+
+
+@pytest.mark.parametrize("numel", [8192, 1 << 21])
+def test_copies_and_scaled_copies_of_views_are_by_value(numel: int) -> None:
+    """The memory of a conjugate or negative view holds other numbers than its values."""
+    x = torch.full((numel,), 1 + 2j, dtype=torch.complex64)
+    negative, out = torch._neg_view(torch.ones(numel)), torch.zeros(numel)
+    copied, into = torch.zeros_like(x), torch.zeros_like(x).conj()
+    copy(copied, x.conj())
+    copy(into, x)
+    assert (copied == 1 - 2j).all() and (into == 1 + 2j).all()
+    for write, number in [
+        (lambda: copy(out, negative), -1.0),
+        (lambda: scale(out, negative, 0.5), -0.5),
+        (lambda: add_scaled(out, torch.ones(numel), negative, 3.0), -2.0),
+        (lambda: weigh([1.0, 2.0], None, out, negative, [negative]), -3.0),
+        (lambda: combine("sum", 0, [], out, negative, [negative]), -2.0),
+    ]:
+        write()
+        assert (out == number).all()
+
+
+def test_a_reduction_of_no_tensors_is_refused() -> None:
+    with pytest.raises(ValueError, match="reduction 'sum' of no tensors"):
+        reduce(torch.zeros(3), "sum", [])
+
+
+@pytest.mark.parametrize("implementation", ["torch", "native"])
+def test_sums_refuse_views_whose_memory_holds_other_numbers(implementation: Any) -> None:
+    out, negative = torch.zeros(8), torch._neg_view(torch.ones(8))
+    conjugate = torch.zeros(8, dtype=torch.complex64).conj()
+    for sums in (
+        lambda: weighted_sum(out, negative, 1.0, [], [], implementation=implementation),
+        lambda: weighted_sum(conjugate, conjugate, 1.0, [], [], implementation=implementation),
+        lambda: reduce(out, "sum", [out, negative], implementation=implementation),
+    ):
+        with pytest.raises(ValueError, match=r"tensor \d is a conjugate or negative view.*resolve_conj"):
+            sums()
 
 
 def test_a_variable_disables_them() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.kernels.reduce import reduce
+from shoal.kernels.sums import reduce
 from support.kernels import DEVICE, IMPLEMENTATIONS, QUIET, same_numbers
 
 pytestmark = QUIET

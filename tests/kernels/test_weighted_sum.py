@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.kernels.weighted_sum import weighted_sum
+from shoal.kernels.sums import weighted_sum
 from support.kernels import DEVICE, IMPLEMENTATIONS, PROGRAMS, QUIET, same_numbers
 from support.reference import weighted
 
@@ -151,7 +151,7 @@ def test_unusual_weights_round_as_in_torch(implementation: Any, dtype: torch.dty
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_sums_of_any_numbers(implementation: Any, dtype: torch.dtype, data: st.DataObject) -> None:
     n, count = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 5))

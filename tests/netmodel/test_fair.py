@@ -22,7 +22,7 @@ def sharing(draw) -> tuple[np.ndarray, np.ndarray]:
     return np.array(rows, dtype=np.int64), np.array(capacity)
 
 
-few = settings(max_examples=200, deadline=None)
+few = settings(max_examples=200)
 
 
 @few

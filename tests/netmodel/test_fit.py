@@ -18,7 +18,7 @@ def observed(link: Link, degrees: tuple[int, ...] = (1, 2, 3), noise: float = 0.
     ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(latency=st.floats(1e-5, 1e-1), bandwidth=st.floats(1e6, 1e10), overhead=st.floats(1e-5, 1e-2))
 def test_known_parameters_are_recovered(latency: float, bandwidth: float, overhead: float) -> None:
     result = fit_link(observed(Link(latency, bandwidth, overhead)))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shoal.netmodel import Messages, rounds_of
+from shoal.netmodel import Messages, parameter_server, rounds_of
 from shoal.topology import Idle, OnePeerExponential, RandomMatchings, RingGraph, StarGraph
 
 
@@ -30,6 +30,11 @@ def test_one_size_applies_to_all_messages() -> None:
 def test_impossible_messages_are_refused(given: tuple[object, ...], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Messages.of(*given)
+
+
+def test_a_server_is_one_of_the_agents() -> None:
+    with pytest.raises(ValueError, match="server is 7, but agents count from 0 to 3"):
+        parameter_server(4, 1.0, 7)
 
 
 def test_a_round_has_a_message_on_every_edge_but_those_of_an_agent_to_itself() -> None:

@@ -53,11 +53,19 @@ def test_an_impossible_link_is_refused(change: dict[str, float], match: str) -> 
         ({"links": {(0, 1): Link(download=1.0)}}, "a single link, has one direction and so no download"),
         ({"flow": Link(download=1.0)}, "a flow, or a single link, has one direction"),
         ({"links": {(0, 4): FAST}}, r"link \(0, 4\) is named, but agents count from 0 to 3"),
+        ({"links": {(0, 1, 2): FAST}}, r"link \(0, 1, 2\) is named, but a link joins two agents"),
+        ({"links": {(0, 0): FAST}}, r"link \(0, 0\) is named, but a link joins two agents"),
     ],
 )
 def test_an_impossible_network_is_refused(arguments: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Network(**{"size": 4, "between": FAST, "agents_per_machine": 2, **arguments})
+
+
+@pytest.mark.parametrize("size", [2.5, float("nan")])
+def test_numbers_of_agents_are_whole(size: float) -> None:
+    with pytest.raises(TypeError, match="size must be an int"):
+        Network(size, FAST)  # type: ignore[arg-type]
 
 
 def test_ranks_fill_machine_after_machine_and_the_last_may_have_fewer() -> None:

@@ -60,6 +60,8 @@ def test_rates_are_bytes_a_second(text: str, rate: float) -> None:
         (parse_rate, "1", "it has no unit"),
         (parse_rate, "1gb/s", "it may be in bits or in bytes"),
         (parse_rate, "1GBps", "it may be in bits or in bytes"),
+        (parse_rate, "1gb/S", "it may be in bits or in bytes"),
+        (parse_rate, "1GBPS", "it may be in bits or in bytes"),
         (parse_rate, "0gbit", "above zero and finite"),
         (parse_rate, "10ms", "'ms' is no unit of it"),
     ],
@@ -73,7 +75,17 @@ def test_invalid_quantities_are_refused_with_the_valid_form(parse, text: str, me
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(1.234, "1.23 s"), (5e-3, "5 ms"), (5e-5, "50 us"), (3e-9, "3 ns"), (0, "0 s"), (12345, "12,345 s")],
+    [
+        (1.234, "1.23 s"),
+        (5e-3, "5 ms"),
+        (5e-5, "50 us"),
+        (3e-9, "3 ns"),
+        (0, "0 s"),
+        (12345, "12,345 s"),
+        (0.9999, "1 s"),
+        (999.6, "1,000 s"),
+        (9.999e-7, "1 us"),
+    ],
 )
 def test_seconds_are_written_with_three_figures(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
@@ -81,7 +93,8 @@ def test_seconds_are_written_with_three_figures(seconds: float, text: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("rate", "text"), [(1.25e8, "1 Gbit/s"), (2.3e10, "184 Gbit/s"), (125.0, "1 kbit/s"), (1e-1, "0.8 bit/s")]
+    ("rate", "text"),
+    [(1.25e8, "1 Gbit/s"), (2.3e10, "184 Gbit/s"), (125.0, "1 kbit/s"), (1e-1, "0.8 bit/s"), (1.24999e8, "1 Gbit/s")],
 )
 def test_rates_are_written_in_bits(rate: float, text: str) -> None:
     assert format_rate(rate) == text

@@ -224,6 +224,13 @@ def test_machines_are_trained_as_in_the_optimizer() -> None:
     assert one.schedule is not None and one.schedule.size == 12
 
 
+def test_advice_is_given_where_the_best_takes_no_time() -> None:
+    """Only one link takes time, and some topologies do not use it."""
+    found = recommend(Network(8, Link(), links={(0, 1): Link(latency=0.1)}), 1e6)
+    assert found.candidates[0].seconds == 0
+    assert found.advice()
+
+
 def test_a_network_without_costs_is_refused_with_a_message() -> None:
     with pytest.raises(ValueError, match="no message takes any time on this network"):
         recommend(Network(8, NIC, 8), NBYTES)

@@ -28,7 +28,7 @@ def seconds(network: Network, *steps: list[Messages], **options: object) -> floa
     bandwidth=st.floats(1e3, 1e9),
     overhead=st.floats(0, 0.1),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_one_message_takes_overhead_bytes_and_latency(
     nbytes: float, latency: float, bandwidth: float, overhead: float
 ) -> None:
@@ -65,6 +65,13 @@ def test_messages_within_a_machine_use_ports_and_not_the_nic() -> None:
     # The NIC is shared by the two that leave, and not by the one that stays.
     both = simulate(network, [round_of((0, 1, 100.0), (0, 2, 100.0), (1, 3, 100.0))])
     assert both.ended[0] == pytest.approx([0.0, 0.35, 2.5, 2.5], abs=0.01)
+
+
+@pytest.mark.parametrize("slower", [{}, {"inside": Link(bandwidth=1)}, {"flow": Link(bandwidth=0.5)}], ids=str)
+def test_overheads_take_turns_on_a_nic_also_where_ports_or_flows_are_slower(slower: dict[str, Link]) -> None:
+    """Four messages take the NIC 1 + 1/10 s each, and each port or flow less than that in all."""
+    network = Network(8, Link(0, 10, overhead=1), 4, **slower)
+    assert simulate(network, [[Messages.of([0, 1, 2, 3], [4, 5, 6, 7], 1.0)]]).seconds == pytest.approx(4.4)
 
 
 def test_a_finished_message_leaves_its_rate_to_the_others() -> None:
@@ -182,7 +189,7 @@ def test_the_mean_of_a_step_may_leave_out_the_first() -> None:
         timeline.seconds_per_step(skip=3)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     degree=st.integers(1, 4),
     local=st.sampled_from([1, 2, 4]),
@@ -200,7 +207,7 @@ def test_equal_agents_take_the_time_of_the_alpha_beta_model(
     assert result == pytest.approx(rounds * link.seconds(nbytes, degree * local), rel=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(2, 9), st.floats(1.0, 1e4), st.floats(0.1, 10.0))
 def test_twice_the_bandwidth_and_half_the_latency_take_half_the_time(size: int, nbytes: float, unit: float) -> None:
     steps = [*rounds_of(StarGraph(size), nbytes, 2), *rounds_of(OnePeerExponential(size), nbytes, 3)]
@@ -214,6 +221,7 @@ def test_twice_the_bandwidth_and_half_the_latency_take_half_the_time(size: int, 
     ("options", "match"),
     [
         ({"lag": -1}, "lag is -1"),
+        ({"lag": math.nan}, "lag is nan"),
         ({"overlap": 1.5}, "overlap is 1.5"),
         ({"compute": -1.0}, "compute has a time"),
         ({"compute": [1.0, math.nan]}, "compute has a time"),
@@ -222,6 +230,11 @@ def test_twice_the_bandwidth_and_half_the_latency_take_half_the_time(size: int, 
 def test_invalid_options_are_refused(options: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         simulate(Network(2, NIC), [round_of((0, 1, 1.0))], **options)
+
+
+def test_messages_without_end_are_refused() -> None:
+    with pytest.raises(ValueError, match="take longer than a number can be"):
+        simulate(Network(2, Link(bandwidth=1e-300)), [round_of((0, 1, 1e10))])
 
 
 def test_an_agent_beyond_the_network_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.algorithms import Algorithm, ChocoSGD, GradientDescent, LocalSteps
-from shoal.compression import QSGD, Compressor, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
+from shoal.compression import QSGD, Compressor, MinMaxUInt8, RandomK, Shrunk, Sign, TopK, Zstd
 from shoal.netmodel import Training
 from shoal.netmodel.training import parse_compression, steps_apart
 from shoal.sim import StackedFleet
@@ -72,6 +72,21 @@ def test_larger_rings_are_further_apart(size: int) -> None:
 
 def test_without_exchanges_the_distance_grows_with_the_simulated_steps() -> None:
     assert 100 < steps_apart(Idle(4)) < 600
+
+
+@pytest.mark.parametrize(
+    ("compressor", "kept"),
+    [
+        (Zstd(TopK(0.1)), 0.1),
+        (TopK(1e-4), 1e-4),
+        (RandomK(1e-3), 1e-3),
+        (RandomK(1e-4), 1e-4),
+        (Zstd(RandomK(1e-4)), 1e-4),
+    ],
+    ids=str,
+)
+def test_a_share_of_the_numbers_keeps_that_share(compressor: Compressor, kept: float) -> None:
+    assert Training(compression=compressor).kept == pytest.approx(kept, rel=0.01)
 
 
 def test_local_steps_share_a_round() -> None:

@@ -308,7 +308,7 @@ def test_the_parts_of_a_step_sum_to_its_duration(
 
 def train(steps: int) -> None:
     model = torch.nn.Linear(100, 100)
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(100)).sum().backward()

@@ -73,7 +73,7 @@ def bars(events):
 def average(rounds=3, name="weights", numel=50_000):
     for _ in range(rounds):
         shoal.neighbor_allreduce(torch.ones(numel), name=name)
-    return shoal.bytes_sent()
+    return shoal.observability.bytes_sent()
 
 
 def test_every_agent_writes_valid_json_whose_bars_nest(traces, fleet):
@@ -129,7 +129,7 @@ def test_overlapping_calls_get_separate_rows(traces):
     def overlap():
         if shoal.rank() == 0:
             shoal.barrier()
-        handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(10)) for _ in range(3)]
+        handles = [shoal.nonblocking.neighbor_allreduce(torch.ones(10)) for _ in range(3)]
         if shoal.rank() == 1:  # its calls are all in flight until rank 0 comes out of the barrier
             shoal.barrier()
         for handle in handles:
@@ -188,7 +188,7 @@ def test_if_disabled_it_warns_once_and_has_no_listener(monkeypatch, caplog):
     monkeypatch.delenv("SHOAL_TIMELINE", raising=False)
 
     def work():
-        assert not shoal.events().active
+        assert not shoal.observability.events().active
         assert timeline_start_activity("x", "forward") is False
         assert timeline_end_activity("x") is False
         with timeline_context("x", "forward"):
@@ -215,7 +215,9 @@ def test_a_failed_operation_shows_its_error(traces):
 
 
 def test_a_failed_agent_is_marked_across_all_rows(traces):
-    shoal.Fleet(2).run(lambda: shoal.events().emit("lost", "died", "", 0, peer=1 - shoal.rank(), detail="killed"))
+    shoal.Fleet(2).run(
+        lambda: shoal.observability.events().emit("lost", "died", "", 0, peer=1 - shoal.rank(), detail="killed")
+    )
     (mark,) = [e for e in load(traces, 0) if e.get("name") == "agent 1 died"]
     assert mark["s"] == "p"
     assert mark["args"] == {"rank": 1, "cause": "killed"}
@@ -247,7 +249,7 @@ def test_names_beyond_the_limit_share_a_row_and_still_nest(traces, monkeypatch):
     monkeypatch.setattr(trace_writer, "ROW_LIMIT", 4)
 
     def work():
-        handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(3), name=f"step {i}") for i in range(10)]
+        handles = [shoal.nonblocking.neighbor_allreduce(torch.ones(3), name=f"step {i}") for i in range(10)]
         for handle in handles:
             handle.wait()
 

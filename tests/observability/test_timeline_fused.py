@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import shoal
+from shoal.execution.events import Event
+from shoal.execution.fused_operation import MOST_OPERATIONS, PREFIX
 from shoal.observability.trace_writer import FUSED
-from shoal.operations.events import Event
-from shoal.operations.fused_name import MOST_OPERATIONS, PREFIX
 from shoal.runtime.agent import current
 
 Fleets = Callable[..., shoal.Fleet]
@@ -32,7 +32,7 @@ def burst(name: str | None = None, count: int = COUNT) -> list[float]:
     """So many small calls, which begin together."""
     shoal.barrier()
     with current().engine.lock:  # nobody drives meanwhile
-        handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(5), name and f"{name} {i}") for i in range(count)]
+        handles = [shoal.nonblocking.neighbor_allreduce(torch.ones(5), name and f"{name} {i}") for i in range(count)]
     return [handle.wait().sum().item() for handle in handles]
 
 
@@ -91,7 +91,7 @@ def test_a_split_message_is_received_once(fleet: Fleets) -> None:
 
     def run() -> tuple[int, int]:
         received: list[Event] = []
-        stop = shoal.events().subscribe(received.append)
+        stop = shoal.observability.events().subscribe(received.append)
         shoal.barrier()
         if shoal.rank():
             burst()
@@ -110,7 +110,7 @@ def test_a_split_message_is_received_once(fleet: Fleets) -> None:
 def test_listeners_get_a_submission_and_an_end_for_each_call_of_a_burst(fleet: Fleets) -> None:
     def run() -> list[Counter[str]]:
         received: list[Event] = []
-        stop = shoal.events().subscribe(received.append)
+        stop = shoal.observability.events().subscribe(received.append)
         burst()
         stop()
         ours = [one for one in received if one.operation == "neighbor_allreduce"]
@@ -128,7 +128,7 @@ def test_one_failed_call_of_a_burst_is_shown_as_failed_and_the_others_as_ended(t
         shoal.barrier()
         with current().engine.lock:
             handles = [
-                shoal.neighbor_allreduce_nonblocking(torch.ones(2 + shoal.rank() if i == 3 else 5), f"call {i}")
+                shoal.nonblocking.neighbor_allreduce(torch.ones(2 + shoal.rank() if i == 3 else 5), f"call {i}")
                 for i in range(6)
             ]
         for i, handle in enumerate(handles):
@@ -153,9 +153,9 @@ def test_an_invalid_fused_name_is_ignored(traces: Path) -> None:
 
     def run() -> list[list[Any]]:
         results: list[list[Any]] = []
-        stop = shoal.events().subscribe(lambda event: results.append(event.calls))
+        stop = shoal.observability.events().subscribe(lambda event: results.append(event.calls))
         for name in names:
-            shoal.events().emit("received", "neighbor_allreduce", name, 0, peer=0, nbytes=1)
+            shoal.observability.events().emit("received", "neighbor_allreduce", name, 0, peer=0, nbytes=1)
         stop()
         return results
 
@@ -168,7 +168,7 @@ def test_an_invalid_fused_name_is_ignored(traces: Path) -> None:
 def test_chunks_of_a_tensor_between_machines_are_followed_by_an_end_message(transport: str) -> None:
     def run() -> list[tuple[str, int, int]]:
         received: list[Event] = []
-        stop = shoal.events().subscribe(received.append)
+        stop = shoal.observability.events().subscribe(received.append)
         shoal.barrier()
         shoal.neighbor_allreduce(torch.ones(100_000), name="large")
         shoal.barrier()

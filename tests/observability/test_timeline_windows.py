@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.operations.events import Event, Events
+from shoal.execution.events import Event, Events
 
 Fleets = Callable[..., shoal.Fleet]
 CALLS = ["win_create", "win_put", "win_accumulate", "win_get", "win_update", "win_update_then_collect", "win_put"]
@@ -102,7 +102,7 @@ def test_a_failed_call_shows_its_error(traces: Path) -> None:
 def test_a_listener_gets_start_and_end_of_each_call() -> None:
     def run() -> list[tuple[str, str]]:
         received: list[Event] = []
-        stop = shoal.events().subscribe(received.append)
+        stop = shoal.observability.events().subscribe(received.append)
         call_everything()
         stop()
         own = [one for one in received if one.name == "~window weights"]

@@ -182,7 +182,7 @@ def is_by_the_format(lines: list[Line]) -> int:
 def average() -> None:
     for _ in range(3):
         shoal.neighbor_allreduce(torch.ones(50_000), name="weights")
-    handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(3)) for _ in range(10)]
+    handles = [shoal.nonblocking.neighbor_allreduce(torch.ones(3)) for _ in range(10)]
     for handle in handles:
         handle.wait()
     shoal.allreduce(torch.ones(100))

@@ -53,17 +53,17 @@ def work() -> int:
     """Calls of all kinds, and steps of an optimizer."""
     shoal.barrier()  # its messages may come before a trace has begun
     model = torch.nn.Linear(300, 300)
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(4):
         optimizer.zero_grad()
         model(torch.ones(300)).sum().backward()
         optimizer.step()
-    handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(5), f"call {k}") for k in range(20)]
+    handles = [shoal.nonblocking.neighbor_allreduce(torch.ones(5), f"call {k}") for k in range(20)]
     for handle in handles:
         handle.wait()
     shoal.neighbor_allreduce(torch.ones(5), 0.5, dst_weights={(shoal.rank() + 1) % shoal.size(): 0.5})
     shoal.barrier()
-    return shoal.bytes_sent()
+    return shoal.observability.bytes_sent()
 
 
 def is_first(key: MessageKey) -> bool:
@@ -139,6 +139,30 @@ def test_an_invalid_trace_is_skipped_with_a_warning(tmp_path: Path, text: str) -
     assert [trace.rank for trace in result.traces] == [0]
     (word,) = result.skipped
     assert word.startswith("shoal-rank7.json is no trace of an agent")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"rank":0', '"rank":"0"'),
+        ('"size":1', '"size":1e400'),
+        ('"size":1', '"size":1000000000000'),
+        ('"dur":', '"dur":1e400,"was":'),
+        ('"ts":', '"ts":NaN,"was":'),
+        ('"round":0', '"round":[0]'),
+        ('"name":"neighbor_allreduce"', '"name":[]'),
+    ],
+)
+def test_a_trace_with_a_value_of_another_type_or_size_is_skipped(tmp_path: Path, old: str, new: str) -> None:
+    agent = Written(0, size=1)
+    agent.call(0.0, 1.0)
+    agent.wait(0.0, 1.0)
+    path = agent.into(tmp_path)
+    text = path.read_text().replace('": ', '":')
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match="is no trace of an agent"):
+        traces.read(tmp_path)
 
 
 def test_an_unreadable_line_in_the_middle_is_not_a_truncated_end(tmp_path: Path) -> None:

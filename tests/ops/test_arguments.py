@@ -17,16 +17,16 @@ Operation = Callable[..., Any]
 
 TENSOR_OPERATIONS: dict[str, Operation] = {
     "neighbor_allreduce": shoal.neighbor_allreduce,
-    "neighbor_allreduce_nonblocking": shoal.neighbor_allreduce_nonblocking,
+    "neighbor_allreduce_nonblocking": shoal.nonblocking.neighbor_allreduce,
     "neighbor_allgather": shoal.neighbor_allgather,
-    "neighbor_allgather_nonblocking": shoal.neighbor_allgather_nonblocking,
-    "hierarchical_neighbor_allreduce": shoal.hierarchical_neighbor_allreduce,
+    "neighbor_allgather_nonblocking": shoal.nonblocking.neighbor_allgather,
+    "hierarchical_neighbor_allreduce": shoal.bluefog.hierarchical_neighbor_allreduce,
     "pair_gossip": lambda x: shoal.pair_gossip(x, 1 - shoal.rank()),
     "allreduce": shoal.allreduce,
-    "allreduce_nonblocking": shoal.allreduce_nonblocking,
+    "allreduce_nonblocking": shoal.nonblocking.allreduce,
     "allgather": shoal.allgather,
     "broadcast": lambda x: shoal.broadcast(x, 0),
-    "broadcast_nonblocking": lambda x: shoal.broadcast_nonblocking(x, 0),
+    "broadcast_nonblocking": lambda x: shoal.nonblocking.broadcast(x, 0),
 }
 
 
@@ -67,7 +67,7 @@ def test_integers_have_no_weighted_average_and_the_message_has_the_remedy(fleet:
     averages: list[Operation] = [
         lambda: shoal.neighbor_allreduce(x),
         lambda: shoal.neighbor_allreduce(x, 1, {1 - shoal.rank(): 1}, {1 - shoal.rank(): 1}),
-        lambda: shoal.hierarchical_neighbor_allreduce(x),
+        lambda: shoal.bluefog.hierarchical_neighbor_allreduce(x),
         lambda: shoal.pair_gossip(x, 1 - shoal.rank()),
         lambda: shoal.allreduce(x),
     ]
@@ -89,7 +89,7 @@ def test_invalid_names_are_refused(fleet: Fleets, name: Any) -> None:
     calls: list[Operation] = [
         lambda: shoal.neighbor_allreduce(x, name=name),
         lambda: shoal.neighbor_allgather(x, name),
-        lambda: shoal.hierarchical_neighbor_allreduce(x, name=name),
+        lambda: shoal.bluefog.hierarchical_neighbor_allreduce(x, name=name),
         lambda: shoal.pair_gossip(x, 1 - shoal.rank(), name=name),
         lambda: shoal.allreduce(x, name=name),
         lambda: shoal.broadcast(x, 0, name),
@@ -108,7 +108,7 @@ def test_any_other_string_is_a_name(fleet: Fleets, name: str) -> None:
 def test_a_name_passed_twice_is_refused(fleet: Fleets) -> None:
     cases: list[tuple[Operation, type[Exception], str]] = [
         (lambda: shoal.neighbor_allreduce(torch.ones(1), "a", name="b"), ValueError, "twice"),
-        (lambda: shoal.hierarchical_neighbor_allreduce(torch.ones(1), "a", name="b"), ValueError, "twice"),
+        (lambda: shoal.bluefog.hierarchical_neighbor_allreduce(torch.ones(1), "a", name="b"), ValueError, "twice"),
     ]
     refuses(fleet, 1, cases)
 
@@ -216,7 +216,7 @@ def test_an_out_that_cannot_hold_the_result_is_refused(fleet: Fleets) -> None:
     x = torch.ones(2, 3)
     operations: list[Operation] = [
         shoal.neighbor_allreduce,
-        shoal.hierarchical_neighbor_allreduce,
+        shoal.bluefog.hierarchical_neighbor_allreduce,
         shoal.allreduce,
         lambda x, out: shoal.broadcast(x, 0, out=out),
     ]
@@ -257,10 +257,14 @@ def test_collections_of_parameters_and_optimizers_are_checked(fleet: Fleets) -> 
         2,
         [
             (lambda: shoal.broadcast_parameters(model), TypeError, r"takes model.state_dict\(\).*, not a Linear"),
-            (lambda: shoal.allreduce_parameters(model), TypeError, r"takes model.state_dict\(\).*, not a Linear"),
+            (
+                lambda: shoal.bluefog.allreduce_parameters(model),
+                TypeError,
+                r"takes model.state_dict\(\).*, not a Linear",
+            ),
             (lambda: shoal.broadcast_parameters(torch.nn.Sequential(model)), TypeError, "not a Sequential"),  # type: ignore[arg-type]
             (lambda: shoal.broadcast_parameters(None), TypeError, "not a NoneType"),  # type: ignore[arg-type]
-            (lambda: shoal.broadcast_optimizer_state(model), TypeError, "takes an optimizer, not a Linear"),
+            (lambda: shoal.bluefog.broadcast_optimizer_state(model), TypeError, "takes an optimizer, not a Linear"),
         ],
     )
 
@@ -283,11 +287,11 @@ def test_an_invalid_root_is_refused(fleet: Fleets, root: Any) -> None:
     x = torch.ones(2)
     calls: list[Operation] = [
         lambda: shoal.broadcast(x, root),
-        lambda: shoal.broadcast_(x, root),
-        lambda: shoal.broadcast_nonblocking(x, root),
+        lambda: shoal.bluefog.broadcast_(x, root),
+        lambda: shoal.nonblocking.broadcast(x, root),
         lambda: shoal.broadcast_object(3, root),
         lambda: shoal.broadcast_parameters({"x": x}, root),
-        lambda: shoal.broadcast_optimizer_state(torch.optim.SGD([torch.nn.Parameter(x)], lr=0.1), root),
+        lambda: shoal.bluefog.broadcast_optimizer_state(torch.optim.SGD([torch.nn.Parameter(x)], lr=0.1), root),
     ]
     refuses(fleet, 2, [(call, ValueError, "root_rank") for call in calls])
 
@@ -323,8 +327,8 @@ def test_a_topology_of_the_wrong_type_or_size_is_refused_and_the_old_one_stays(
             shoal.set_topology(graph)
         assert shoal.load_topology() is before
         with pytest.raises(error, match=message.replace("agents", "machines")):
-            shoal.set_machine_topology(graph)
-        assert shoal.load_machine_topology() is None
+            shoal.bluefog.set_machine_topology(graph)
+        assert shoal.bluefog.load_machine_topology() is None
         assert shoal.allreduce(torch.ones(1)).item() == 1.0
 
     fleet(3, agents_per_machine=1).run(run)

@@ -187,7 +187,7 @@ PLAIN: dict[str, Callable[[Tensor], object]] = {
     "broadcast": lambda x: shoal.broadcast(x, 0),
     "neighbor_allreduce": shoal.neighbor_allreduce,
     "neighbor_allgather": shoal.neighbor_allgather,
-    "hierarchical_neighbor_allreduce": shoal.hierarchical_neighbor_allreduce,
+    "hierarchical_neighbor_allreduce": shoal.bluefog.hierarchical_neighbor_allreduce,
     "grouped_allreduce": lambda x: shoal.grouped_allreduce([x]),
     "grouped_neighbor_allreduce": lambda x: shoal.grouped_neighbor_allreduce([x]),
     "grouped_broadcast": lambda x: shoal.grouped_broadcast([x], 0),
@@ -224,8 +224,8 @@ def test_parameters_change_in_place_without_a_warning(monkeypatch: pytest.Monkey
 
     def run() -> None:
         parameter = torch.nn.Parameter(torch.full((2,), float(shoal.rank())))
-        shoal.allreduce_(parameter)
-        shoal.broadcast_(parameter, 0)
+        shoal.bluefog.allreduce_(parameter)
+        shoal.bluefog.broadcast_(parameter, 0)
         shoal.broadcast_parameters([("p", parameter)], 0)
         assert parameter.tolist() == [0.5, 0.5]
 
@@ -233,6 +233,6 @@ def test_parameters_change_in_place_without_a_warning(monkeypatch: pytest.Monkey
 
     def run_on_a_result() -> None:
         with pytest.warns(UserWarning, match="allreduce: the tensor requires grad"):
-            shoal.allreduce_(torch.ones(2, requires_grad=True) * 2)
+            shoal.bluefog.allreduce_(torch.ones(2, requires_grad=True) * 2)
 
     shoal.Fleet(1).run(run_on_a_result)

@@ -110,20 +110,20 @@ def test_the_forms_in_place_change_the_tensor_and_return_it(fleet: Fleets, numel
     def run() -> None:
         x = sample(shoal.rank(), (numel,))
         data = x.data_ptr()
-        returned = shoal.allreduce_(x)
+        returned = shoal.bluefog.allreduce_(x)
         assert returned.data_ptr() == data
         assert same_bits(x, reduced("average", samples(2, (numel,))))
 
         y = sample(shoal.rank(), (2, numel)).t()
-        shoal.wait(shoal.allreduce_nonblocking_(y, op="max"))
+        shoal.bluefog.wait(shoal.bluefog.allreduce_nonblocking_(y, op="max"))
         assert same_bits(y, reduced("max", [sample.t() for sample in samples(2, (2, numel))]))
 
         z = sample(shoal.rank(), (numel,))
-        assert shoal.broadcast_(z, 1).data_ptr() == z.data_ptr()
+        assert shoal.bluefog.broadcast_(z, 1).data_ptr() == z.data_ptr()
         assert same_bits(z, sample(1, (numel,)))
 
         w = sample(shoal.rank(), (numel,))
-        shoal.wait(shoal.broadcast_nonblocking_(w, root_rank=0))
+        shoal.bluefog.wait(shoal.bluefog.broadcast_nonblocking_(w, root_rank=0))
         assert same_bits(w, sample(0, (numel,)))
 
     fleet(2).run(run)
@@ -189,9 +189,9 @@ def test_collectives_match_by_name_in_any_order(fleet: Fleets) -> None:
         x = torch.tensor([float(rank)])
         begin: dict[str, Callable[[], shoal.Handle[torch.Tensor]]] = {}
         for i in range(6):
-            begin[f"sum{i}"] = lambda i=i: shoal.allreduce_nonblocking(x * i, False, name=f"sum{i}")  # type: ignore[misc]
-            begin[f"from{i}"] = lambda i=i: shoal.broadcast_nonblocking(x + i, i % 3, f"from{i}")  # type: ignore[misc]
-            begin[f"all{i}"] = lambda i=i: shoal.allgather_nonblocking(x * i, f"all{i}")  # type: ignore[misc]
+            begin[f"sum{i}"] = lambda i=i: shoal.nonblocking.allreduce(x * i, False, name=f"sum{i}")  # type: ignore[misc]
+            begin[f"from{i}"] = lambda i=i: shoal.nonblocking.broadcast(x + i, i % 3, f"from{i}")  # type: ignore[misc]
+            begin[f"all{i}"] = lambda i=i: shoal.nonblocking.allgather(x * i, f"all{i}")  # type: ignore[misc]
         names = sorted(begin, key=lambda name: hash((rank, name)))
         handles = {name: begin[name]() for name in names}
         for i in range(6):
@@ -226,8 +226,8 @@ def test_large_collectives_send_each_byte_about_twice(fleet: Fleets) -> None:
     """A reduce-scatter and an all-gather: 2 (n - 1) / n of the tensor for each agent, for any n."""
 
     def run() -> int:
-        before = shoal.bytes_sent()
+        before = shoal.observability.bytes_sent()
         shoal.allreduce(torch.zeros(2_400_000))
-        return shoal.bytes_sent() - before
+        return shoal.observability.bytes_sent() - before
 
     assert fleet(4).run(run) == [2 * 3 * 2_400_000] * 4

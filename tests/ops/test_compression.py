@@ -11,7 +11,7 @@ import torch
 
 import shoal
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, RandomK, Shrunk, Sign, TopK
-from shoal.compression.draws import Draws, Redrawn
+from shoal.compression.random_numbers import Draws, Redrawn
 from shoal.ops import encoded as encoding
 from shoal.ops.encoded import Encoded
 from shoal.transport.shared_regions import Arena
@@ -142,9 +142,9 @@ def test_a_nonblocking_call_uses_the_tensor_as_submitted_and_writes_to_out(fleet
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         x, out = own_tensor(), torch.zeros(1001, dtype=torch.float64)
         expected = shoal.neighbor_allreduce(x, compression=Sign())
-        handle = shoal.neighbor_allreduce_nonblocking(x, compression=Sign(), out=out)
+        handle = shoal.nonblocking.neighbor_allreduce(x, compression=Sign(), out=out)
         x.fill_(torch.nan)
-        assert shoal.wait(handle) is out
+        assert shoal.bluefog.wait(handle) is out
         assert torch.equal(out, expected)
 
     fleet(SIZE).run(run)
@@ -166,7 +166,7 @@ def test_messages_are_compressed_between_machines_and_not_within_one(transport: 
     def run() -> int:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         shoal.neighbor_allreduce(own_tensor(100_000, torch.float32), compression=MinMaxUInt8())
-        return shoal.bytes_sent()
+        return shoal.observability.bytes_sent()
 
     full, short = 2 * 400_000, 2 * (100_000 + 8)
     assert set(shoal.Fleet(SIZE, transport=transport).run(run)) == {
@@ -300,8 +300,8 @@ def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         x = own_tensor(500)
-        weights = others if shoal.machine_rank() == 0 else given
-        return x, shoal.hierarchical_neighbor_allreduce(x, **weights, compression=compressor)
+        weights = others if shoal.bluefog.machine_rank() == 0 else given
+        return x, shoal.bluefog.hierarchical_neighbor_allreduce(x, **weights, compression=compressor)
 
     both = fleet(SIZE, agents_per_machine=2).run(run)
     means = np.stack([one.numpy() for one, _ in both]).reshape(2, 2, -1).mean(axis=1)
@@ -315,10 +315,10 @@ def test_between_machines_shares_of_means_are_compressed(fleet: Fleets, anywhere
 @every_compressor
 def test_the_mean_of_machines_is_preserved(fleet: Fleets, anywhere: None, compressor: Compressor) -> None:
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
+        shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
         x = result = own_tensor()
         for _ in range(3):
-            result = shoal.hierarchical_neighbor_allreduce(result, compression=compressor, name="x")
+            result = shoal.bluefog.hierarchical_neighbor_allreduce(result, compression=compressor, name="x")
         return x, result
 
     both = fleet(SIZE, agents_per_machine=2).run(run)
@@ -328,13 +328,13 @@ def test_the_mean_of_machines_is_preserved(fleet: Fleets, anywhere: None, compre
 
 def test_between_machines_compressors_must_be_the_same(fleet: Fleets, anywhere: None) -> None:
     def run() -> None:
-        shoal.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
-        one = Sign() if shoal.machine_rank() else MinMaxUInt8()
-        shoal.hierarchical_neighbor_allreduce(own_tensor(), compression=one, name="x")
+        shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(2), is_weighted=True)
+        one = Sign() if shoal.bluefog.machine_rank() else MinMaxUInt8()
+        shoal.bluefog.hierarchical_neighbor_allreduce(own_tensor(), compression=one, name="x")
 
     with pytest.raises(shoal.Mismatch, match="different shape, machine topology or compression"):
         fleet(SIZE, agents_per_machine=2).run(run)
     with pytest.raises(TypeError, match="hierarchical_neighbor_allreduce: compression=8 is no compressor"):
         fleet(SIZE, agents_per_machine=2).run(
-            lambda: shoal.hierarchical_neighbor_allreduce(own_tensor(), compression=8)
+            lambda: shoal.bluefog.hierarchical_neighbor_allreduce(own_tensor(), compression=8)
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import shoal
 from shoal.compression import QSGD, Cast, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
-from shoal.compression.draws import Redrawn
+from shoal.compression.random_numbers import Redrawn
 from shoal.ops.encoded import Rest, submit_encoded_mean
 from shoal.runtime.agent import current
 from support.fault_points import Point, arm, over_both
@@ -124,7 +124,7 @@ def test_differences_are_a_mismatch_on_both_agents_and_the_next_call_works(one: 
 
 def optimizer_of(model: torch.nn.Module, compressor: Compressor, **options: Any) -> shoal.DecentralizedOptimizer:
     sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    return shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, compression=compressor, **options)
+    return shoal.bluefog.DistributedGradientAllreduceOptimizer(sgd, model, compression=compressor, **options)
 
 
 def take_steps(model: torch.nn.Module, optimizer: Any, steps: range) -> None:

@@ -11,7 +11,7 @@ import torch
 
 import shoal
 from shoal.arithmetic import BLOCK_BYTES, weigh_in_blocks
-from shoal.kernels.weighted_sum import common_factor
+from shoal.kernels.sums import common_factor
 from shoal.sim import StackedMix
 from shoal.topology import with_uniform_weights
 from shoal.topology.families.static import Circulant, ring
@@ -48,7 +48,7 @@ def test_a_round_with_equal_weights_on_integer_valued_floats_is_the_exact_sum_di
         shoal.set_topology(shoal.topology.RingGraph(5), is_weighted=True)
         inputs = [integers(shoal.rank(), numel) for numel in SIZES]
         if nonblocking:
-            return [shoal.wait(handle) for handle in [shoal.neighbor_allreduce_nonblocking(x) for x in inputs]]
+            return [shoal.bluefog.wait(handle) for handle in [shoal.nonblocking.neighbor_allreduce(x) for x in inputs]]
         return [shoal.neighbor_allreduce(x) for x in inputs]
 
     results = fleet(5).run(run)
@@ -69,11 +69,11 @@ def test_fifty_fused_tensors_have_exact_means(fleet: Fleets) -> None:
         shoal.set_topology(shoal.topology.ExponentialTwoGraph(size))
         sources = shoal.in_neighbor_ranks()
         handles = [
-            shoal.neighbor_allreduce_nonblocking(tensor(shoal.rank(), number), name=f"fused {number}")
+            shoal.nonblocking.neighbor_allreduce(tensor(shoal.rank(), number), name=f"fused {number}")
             for number in range(count)
         ]
         assert len(sources) == 2
-        results = [shoal.wait(handle) for handle in handles]
+        results = [shoal.bluefog.wait(handle) for handle in handles]
         shoal.barrier()
         return results, sum(rank + 1 for rank in (*sources, shoal.rank()))
 
@@ -113,9 +113,9 @@ def test_the_other_operations_sum_in_the_same_way(fleet: Fleets) -> None:
 
 def test_machines_with_equal_weights_have_exact_means(fleet: Fleets) -> None:
     def run() -> torch.Tensor:
-        machine = shoal.machine_rank()
+        machine = shoal.bluefog.machine_rank()
         others = {other: 1 / 3 for other in range(3) if other != machine}
-        return shoal.hierarchical_neighbor_allreduce(integers(shoal.rank(), 1_000), 1 / 3, others, list(others))
+        return shoal.bluefog.hierarchical_neighbor_allreduce(integers(shoal.rank(), 1_000), 1 / 3, others, list(others))
 
     results = fleet(3, agents_per_machine=1).run(run)
     assert all(torch.equal(one, mean([integers(rank, 1_000) for rank in range(3)])) for one in results)

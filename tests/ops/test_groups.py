@@ -35,9 +35,9 @@ def test_two_groups_and_a_global_allreduce_under_one_name(fleet: Fleets, transpo
     def run() -> list[torch.Tensor]:
         x = sample(shoal.rank(), (numel,))
         handles = [
-            shoal.allreduce_nonblocking(x, False, name="x", group=own_group()),
-            shoal.allreduce_nonblocking(x, False, name="x"),
-            shoal.allreduce_nonblocking(x, name="x", group=own_group()),
+            shoal.nonblocking.allreduce(x, False, name="x", group=own_group()),
+            shoal.nonblocking.allreduce(x, False, name="x"),
+            shoal.nonblocking.allreduce(x, name="x", group=own_group()),
         ]
         return [handle.wait() for handle in reversed(handles)][::-1]
 
@@ -92,7 +92,7 @@ def test_parameters_are_broadcast_and_averaged_within_a_group(fleet: Fleets) -> 
     def run() -> tuple[float, float]:
         x, y = torch.full((3,), float(shoal.rank())), torch.full((3,), float(shoal.rank()))
         shoal.broadcast_parameters({"x": x}, min(own_group()), group=own_group())
-        shoal.allreduce_parameters({"y": y}, group=own_group())
+        shoal.bluefog.allreduce_parameters({"y": y}, group=own_group())
         return x[0].item(), y[0].item()
 
     assert fleet(SIZE).run(run) == [(0.0, 2.0), (1.0, 2.0), (0.0, 2.0), (1.0, 2.0), (0.0, 2.0)]
@@ -105,7 +105,7 @@ def test_neighbours_in_a_group_average_without_the_others(fleet: Fleets, graph: 
     def run() -> list[torch.Tensor]:
         shoal.set_topology(graph)
         x = sample(shoal.rank(), (1000,))
-        handle = shoal.neighbor_allreduce_nonblocking(x, group=own_group())
+        handle = shoal.nonblocking.neighbor_allreduce(x, group=own_group())
         (grouped,) = shoal.grouped_neighbor_allreduce([x], group=own_group())
         gathered = shoal.neighbor_allgather(x[:1], group=own_group())
         return [handle.wait(), shoal.neighbor_allreduce(x, group=own_group()), grouped, gathered]
@@ -202,7 +202,7 @@ def test_calls_of_large_groups_have_a_short_name(fleet: Fleets) -> None:
         group = list(range(9))
         if shoal.rank() == 9:
             return ""
-        handle = shoal.allreduce_nonblocking(torch.ones(2), group=group)
+        handle = shoal.nonblocking.allreduce(torch.ones(2), group=group)
         handle.wait()
         return repr(handle)
 

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import shoal
+from shoal.execution.operation import Handle
 from shoal.runtime.agent import current
 from support.leftovers import wait_until
 from support.limits import scaled
@@ -34,7 +36,7 @@ def test_a_hundred_names_in_flight_match_in_any_order(fleet: Fleets, numel: int)
     def run() -> list[float]:
         rank = shoal.rank()
         handles = {
-            name: shoal.neighbor_allreduce_nonblocking(torch.full((numel,), float(i + rank)), name)
+            name: shoal.nonblocking.neighbor_allreduce(torch.full((numel,), float(i + rank)), name)
             for i, name in sorted(enumerate(names), key=lambda pair: shuffled(names, rank).index(pair[1]))
         }
         return [handles[name].wait().mean().item() for name in shuffled(names, 10 + rank)]
@@ -49,9 +51,9 @@ def test_unnamed_operations_match_by_call_order_within_their_type(fleet: Fleets)
     def run() -> tuple[list[float], list[float], list[int]]:
         x = torch.tensor([float(shoal.rank())])
         begin: dict[str, Callable[[int], shoal.Handle[torch.Tensor]]] = {
-            "mix": lambda i: shoal.neighbor_allreduce_nonblocking(x + i),
-            "sum": lambda i: shoal.allreduce_nonblocking(x + i),
-            "gather": lambda i: shoal.allgather_nonblocking((x + i).int()),
+            "mix": lambda i: shoal.nonblocking.neighbor_allreduce(x + i),
+            "sum": lambda i: shoal.nonblocking.allreduce(x + i),
+            "gather": lambda i: shoal.nonblocking.allgather((x + i).int()),
         }
         order = ["mix"] * 5 + ["sum"] * 5 + ["gather"] * 5
         random.Random(shoal.rank()).shuffle(order)
@@ -79,7 +81,7 @@ def test_several_threads_of_one_agent_may_call_at_once(fleet: Fleets) -> None:
             ]
 
         with ThreadPoolExecutor(4) as pool:
-            result = list(pool.map(shoal.bind(work), range(4)))
+            result = list(pool.map(shoal.Fleet.bind(work), range(4)))
         graph = shoal.topology.ExponentialTwoGraph(3)
         for step in range(10):
             inputs = samples(3, (numels[step],), seed=step)
@@ -96,7 +98,7 @@ def test_an_unbound_thread_is_no_agent(fleet: Fleets) -> None:
             future = pool.submit(shoal.rank)
             with pytest.raises(shoal.NotInitialized):
                 future.result()
-            assert pool.submit(shoal.bind(shoal.rank)).result() == shoal.rank()
+            assert pool.submit(shoal.Fleet.bind(shoal.rank)).result() == shoal.rank()
         return "both"
 
     assert fleet(2).run(run) == ["both"] * 2
@@ -104,7 +106,7 @@ def test_an_unbound_thread_is_no_agent(fleet: Fleets) -> None:
 
 def test_waiting_in_another_thread_than_the_one_that_submitted_works(fleet: Fleets) -> None:
     def run() -> float:
-        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())))
+        handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(float(shoal.rank())))
         with ThreadPoolExecutor(3) as pool:
             return sum(result.item() for result in pool.map(lambda _: handle.wait(), range(3)))
 
@@ -113,10 +115,10 @@ def test_waiting_in_another_thread_than_the_one_that_submitted_works(fleet: Flee
 
 def test_poll_becomes_true_without_a_wait(fleet: Fleets) -> None:
     def run() -> bool:
-        handle = shoal.neighbor_allreduce_nonblocking(torch.ones(5000))
+        handle = shoal.nonblocking.neighbor_allreduce(torch.ones(5000))
         assert wait_until(handle.poll)
-        assert shoal.poll(handle)
-        return shoal.wait(handle) is handle.wait()
+        assert shoal.bluefog.poll(handle)
+        return shoal.bluefog.wait(handle) is handle.wait()
 
     assert fleet(3).run(run) == [True] * 3
 
@@ -127,7 +129,7 @@ def test_poll_is_false_and_does_not_block_while_a_neighbour_is_missing(fleet: Fl
     def run() -> float:
         if shoal.rank() == 1:
             assert go.wait(10)
-        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())))
+        handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(float(shoal.rank())))
         if shoal.rank() == 0:
             started = time.monotonic()
             assert not any(handle.poll() for _ in range(100))
@@ -143,9 +145,13 @@ def test_poll_is_false_and_does_not_block_while_a_neighbour_is_missing(fleet: Fl
 
 def test_wait_twice_synchronize_and_wait_give_one_result(fleet: Fleets) -> None:
     def run() -> bool:
-        handle = shoal.neighbor_allreduce_nonblocking(torch.ones(3))
+        handle = shoal.nonblocking.neighbor_allreduce(torch.ones(3))
         first = handle.wait()
-        return handle.wait() is first and shoal.synchronize(handle) is first and shoal.wait(handle, 1.0) is first
+        return (
+            handle.wait() is first
+            and shoal.bluefog.synchronize(handle) is first
+            and shoal.bluefog.wait(handle, 1.0) is first
+        )
 
     assert all(fleet(2).run(run))
 
@@ -157,14 +163,14 @@ def test_a_wait_with_a_timeout_ends_and_leaves_the_operation_in_flight(fleet: Fl
         if shoal.rank() == 1:
             assert go.wait(10)
             return shoal.neighbor_allreduce(torch.tensor(1.0), "late").item()
-        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "late")
+        handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(0.0), "late")
         started = time.monotonic()
         with pytest.raises(shoal.DeadlineExceeded, match=r"'late' round 0.*0\.05 s.*\[1\]") as caught:
             handle.wait(0.05)
         assert caught.value.ranks == (1,)
         assert 0.04 < time.monotonic() - started < scaled(2.0)
         with pytest.raises(shoal.DeadlineExceeded):
-            shoal.wait(handle, timeout=0.01)
+            shoal.bluefog.wait(handle, timeout=0.01)
         with pytest.raises(shoal.DeadlineExceeded):
             handle.wait(0.0)
         go.set()
@@ -176,7 +182,7 @@ def test_a_wait_with_a_timeout_ends_and_leaves_the_operation_in_flight(fleet: Fl
 def test_done_callbacks_run_once_with_the_handle_before_or_after_the_end(fleet: Fleets) -> None:
     def run() -> list[str]:
         seen: list[tuple[str, float]] = []
-        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())))
+        handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(float(shoal.rank())))
         handle.add_done_callback(lambda h: seen.append(("first", h.wait().item())))
         handle.add_done_callback(lambda h: seen.append(("second", h.wait().item())))
         handle.wait()
@@ -192,7 +198,7 @@ def test_a_callback_that_raises_is_logged_and_has_no_other_effect(
     fleet: Fleets, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run() -> float:
-        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())), "unlucky")
+        handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(float(shoal.rank())), "unlucky")
         ran = threading.Event()
 
         def fail(_: shoal.Handle[torch.Tensor]) -> None:
@@ -219,10 +225,10 @@ def test_a_callback_runs_as_the_agent_that_added_it(fleet: Fleets) -> None:
             if len(chain) == 3:
                 finished.set()
                 return
-            chain.append(shoal.neighbor_allreduce_nonblocking(handle.wait() + shoal.rank(), "chain"))
+            chain.append(shoal.nonblocking.neighbor_allreduce(handle.wait() + shoal.rank(), "chain"))
             chain[-1].add_done_callback(next_step)
 
-        shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "chain").add_done_callback(next_step)
+        shoal.nonblocking.neighbor_allreduce(torch.tensor(0.0), "chain").add_done_callback(next_step)
         assert finished.wait(5)
         return chain[-1].wait().item()
 
@@ -237,7 +243,7 @@ def test_a_callback_that_waits_for_another_operation_raises_a_deadlock_error(fle
             shoal.allreduce(torch.ones(1), name="now")
             assert go.wait(5)
             return shoal.neighbor_allreduce(torch.tensor(1.0), "later").item()
-        later = shoal.neighbor_allreduce_nonblocking(torch.tensor(0.0), "later")
+        later = shoal.nonblocking.neighbor_allreduce(torch.tensor(0.0), "later")
         errors: list[Exception] = []
 
         def wait_in_callback(_: shoal.Handle[torch.Tensor]) -> None:
@@ -247,7 +253,7 @@ def test_a_callback_that_waits_for_another_operation_raises_a_deadlock_error(fle
                 errors.append(error)
             go.set()
 
-        shoal.allreduce_nonblocking(torch.ones(1), name="now").add_done_callback(wait_in_callback)
+        shoal.nonblocking.allreduce(torch.ones(1), name="now").add_done_callback(wait_in_callback)
         assert go.wait(5)
         assert [type(error) for error in errors] == [RuntimeError]
         assert "would never end" in str(errors[0])
@@ -270,13 +276,13 @@ def test_a_sender_may_be_many_rounds_ahead_on_a_directed_edge(fleet: Fleets) -> 
             x = torch.full((9000 if i % 2 else 3,), float(10 * i + shoal.rank()))
             if i >= 3:
                 handles[i - 3].wait()  # a name is in flight once
-            handles.append(shoal.neighbor_allreduce_nonblocking(x, f"name {i % 3}"))
+            handles.append(shoal.nonblocking.neighbor_allreduce(x, f"name {i % 3}"))
         return [handle.wait().mean().item() for handle in handles]
 
     def run_unnamed() -> list[float]:
         shoal.set_topology(shoal.topology.with_weights(*[torch.tensor([[1.0, 0], [1, 0]]).numpy()] * 2), True)
         handles = [
-            shoal.neighbor_allreduce_nonblocking(torch.full((9000,), float(i + 100 * shoal.rank())))
+            shoal.nonblocking.neighbor_allreduce(torch.full((9000,), float(i + 100 * shoal.rank())))
             for i in range(count)
         ]
         return [handle.wait().mean().item() for handle in handles]
@@ -296,7 +302,7 @@ def test_unnamed_calls_run_at_most_two_unread_rounds_ahead(fleet: Fleets) -> Non
             awake.wait(10)
         done = []
         for i in range(3):
-            handle = shoal.neighbor_allreduce_nonblocking(torch.ones(9000))
+            handle = shoal.nonblocking.neighbor_allreduce(torch.ones(9000))
             done.append(wait_until(handle.poll, 5.0 if i < 2 else 0.1))
             if i == 2:
                 awake.set()
@@ -315,13 +321,13 @@ def test_a_name_whose_reader_is_late_does_not_block_other_names(fleet: Fleets) -
 
         def send(name: str, value: float) -> shoal.Handle[torch.Tensor]:
             x = torch.full((9000,), value)
-            return shoal.neighbor_allreduce_nonblocking(x, 1.0, behind, ahead, enable_topo_check=False, name=name)
+            return shoal.nonblocking.neighbor_allreduce(x, 1.0, behind, ahead, enable_topo_check=False, name=name)
 
         if shoal.rank() == 0:
             stuck = []
             for i in range(3):  # two rounds may be unread, the third waits for its turn
                 with ThreadPoolExecutor(1) as pool:
-                    stuck.append(pool.submit(shoal.bind(send), f"behind {i}", 1.0).result())
+                    stuck.append(pool.submit(shoal.Fleet.bind(send), f"behind {i}", 1.0).result())
             other = shoal.neighbor_allreduce(torch.ones(9000), 1.0, {1: 1.0}, {1: 1.0}, name="other")
             go.set()
             return other[0].item() + sum(handle.wait()[0].item() for handle in stuck)
@@ -338,7 +344,7 @@ def test_an_agent_may_submit_long_before_its_neighbour_and_compute(fleet: Fleets
     def run() -> bool:
         if shoal.rank() == 1:
             time.sleep(0.02)
-        handle = shoal.allreduce_nonblocking(torch.ones(100_000))
+        handle = shoal.nonblocking.allreduce(torch.ones(100_000))
         assert wait_until(handle.poll)
         started = time.perf_counter()
         handle.wait()
@@ -347,27 +353,49 @@ def test_an_agent_may_submit_long_before_its_neighbour_and_compute(fleet: Fleets
     assert fleet(2).run(run) == [True, True]
 
 
+def test_a_wait_with_a_timeout_reads_what_it_waits_for_under_the_lock() -> None:
+    """The driving thread changes it: without the lock the wait raised "dictionary changed size during iteration"."""
+    lock, locked = threading.RLock(), []
+
+    class Waiting:
+        in_transfer = False
+
+        @property
+        def blocked_on(self) -> list[int]:
+            locked.append(lock._is_owned())  # type: ignore[attr-defined]
+            if len(locked) == 2:  # it ends before this thread has the lock
+                handle.done = True
+            return [1]
+
+    driver = SimpleNamespace(lock=lock, wait_for=lambda *_: False)
+    handle: Any = Handle(driver, Waiting())  # type: ignore[arg-type]
+    with pytest.raises(shoal.DeadlineExceeded, match="waits for ranks"):
+        handle.wait(0)
+    assert handle.wait(0) is None
+    assert locked == [True, True]
+
+
 @pytest.mark.parametrize("thing", [None, 3, torch.ones(1)])
 def test_invalid_handles_are_refused(thing: Any) -> None:
-    for function in (shoal.poll, shoal.wait, shoal.synchronize):
+    for function in (shoal.bluefog.poll, shoal.bluefog.wait, shoal.bluefog.synchronize):
         with pytest.raises((TypeError, ValueError), match="no handle"):
             function(thing)
 
 
 def test_names_of_internal_calls_are_reserved(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
-        own = shoal.allreduce_nonblocking(torch.ones(2), name="metrics")
+        own = shoal.nonblocking.allreduce(torch.ones(2), name="metrics")
         result = shoal.metrics({"loss": float(shoal.rank())})
-        return result["loss"].mean, shoal.wait(own)[0].item()
+        return result["loss"].mean, shoal.bluefog.wait(own)[0].item()
 
     assert fleet(2).run(run) == [(0.5, 1.0)] * 2
 
 
 def test_one_name_may_be_in_use_for_two_kinds_of_operation(fleet: Fleets) -> None:
     def run() -> tuple[float, float]:
-        sum_ = shoal.allreduce_nonblocking(torch.ones(2), average=False, name="x")
-        sent = shoal.broadcast_nonblocking(torch.full((2,), float(shoal.rank())), 1, name="x")
-        return shoal.wait(sent)[0].item(), shoal.wait(sum_)[0].item()
+        sum_ = shoal.nonblocking.allreduce(torch.ones(2), average=False, name="x")
+        sent = shoal.nonblocking.broadcast(torch.full((2,), float(shoal.rank())), 1, name="x")
+        return shoal.bluefog.wait(sent)[0].item(), shoal.bluefog.wait(sum_)[0].item()
 
     assert fleet(2).run(run) == [(1.0, 2.0)] * 2
 
@@ -376,12 +404,12 @@ def test_a_name_of_one_kind_is_refused_while_it_is_in_flight(fleet: Fleets) -> N
     def run() -> None:
         if shoal.rank():
             shoal.barrier()
-        handle = shoal.allreduce_nonblocking(torch.ones(2), name="x")
+        handle = shoal.nonblocking.allreduce(torch.ones(2), name="x")
         if not shoal.rank():  # the other one comes after the barrier
             with pytest.raises(ValueError, match="'x' is still in flight"):
-                shoal.allreduce_nonblocking(torch.ones(2), name="x")
+                shoal.nonblocking.allreduce(torch.ones(2), name="x")
             shoal.barrier()
-        shoal.wait(handle)
+        shoal.bluefog.wait(handle)
 
     fleet(2).run(run)
 

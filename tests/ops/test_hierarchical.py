@@ -35,9 +35,9 @@ def test_the_matrix_is_the_machine_matrix_kron_the_mean_of_a_machine(
     def run() -> list[torch.Tensor]:
         results = []
         for graph in graphs.values():
-            shoal.set_machine_topology(graph, is_weighted=True)
+            shoal.bluefog.set_machine_topology(graph, is_weighted=True)
             x = sample(shoal.rank(), (11,), torch.float64)
-            results.append(shoal.hierarchical_neighbor_allreduce(x))
+            results.append(shoal.bluefog.hierarchical_neighbor_allreduce(x))
         return results
 
     observed = fleet(size, agents_per_machine=per_machine).run(run)
@@ -53,8 +53,10 @@ def test_every_dtype_and_size_has_the_bits_of_the_reference(fleet: Fleets, dtype
     graph = shoal.topology.RingGraph(2)
 
     def run() -> list[torch.Tensor]:
-        shoal.set_machine_topology(graph)
-        return [shoal.hierarchical_neighbor_allreduce(sample(shoal.rank(), shape, dtype)) for shape in shapes(dtype)]
+        shoal.bluefog.set_machine_topology(graph)
+        return [
+            shoal.bluefog.hierarchical_neighbor_allreduce(sample(shoal.rank(), shape, dtype)) for shape in shapes(dtype)
+        ]
 
     results = fleet(4, agents_per_machine=2).run(run)
     for case, shape in enumerate(shapes(dtype)):
@@ -69,9 +71,9 @@ def test_explicit_weights_name_machines_also_outside_the_machine_topology(fleet:
     receives = [[{j: 0.5 + j for j in range(machines) if i in send[j]} for i in range(machines)] for send in sends]
 
     def run() -> list[torch.Tensor]:
-        own_machine = shoal.machine_rank()
+        own_machine = shoal.bluefog.machine_rank()
         return [
-            shoal.hierarchical_neighbor_allreduce(
+            shoal.bluefog.hierarchical_neighbor_allreduce(
                 sample(shoal.rank(), (33,)), -0.5, receive[own_machine], send[own_machine], enable_topo_check=check
             )
             for send, receive in zip(sends, receives, strict=True)
@@ -86,9 +88,9 @@ def test_explicit_weights_name_machines_also_outside_the_machine_topology(fleet:
 
 def test_destinations_may_be_a_list_and_weights_integers(fleet: Fleets) -> None:
     def run() -> float:
-        other = 1 - shoal.machine_rank()
+        other = 1 - shoal.bluefog.machine_rank()
         x = torch.tensor(float(shoal.rank()))
-        return shoal.hierarchical_neighbor_allreduce(
+        return shoal.bluefog.hierarchical_neighbor_allreduce(
             x, self_weight=1, src_machine_weights={other: 2}, dst_machine_weights=[other]
         ).item()
 
@@ -97,7 +99,7 @@ def test_destinations_may_be_a_list_and_weights_integers(fleet: Fleets) -> None:
 
 def test_one_machine_is_the_average_without_any_topology(fleet: Fleets) -> None:
     def run() -> torch.Tensor:
-        return shoal.hierarchical_neighbor_allreduce(sample(shoal.rank(), (5000,)))
+        return shoal.bluefog.hierarchical_neighbor_allreduce(sample(shoal.rank(), (5000,)))
 
     assert all(same_bits(result, reduced("average", samples(3, (5000,)))) for result in fleet(3).run(run))
 
@@ -105,18 +107,18 @@ def test_one_machine_is_the_average_without_any_topology(fleet: Fleets) -> None:
 def test_one_agent_per_machine_is_neighbor_allreduce(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.ExponentialTwoGraph(5))
-        shoal.set_machine_topology(shoal.topology.ExponentialTwoGraph(5))
+        shoal.bluefog.set_machine_topology(shoal.topology.ExponentialTwoGraph(5))
         x = sample(shoal.rank(), (5000,))
-        assert same_bits(shoal.hierarchical_neighbor_allreduce(x), shoal.neighbor_allreduce(x))
+        assert same_bits(shoal.bluefog.hierarchical_neighbor_allreduce(x), shoal.neighbor_allreduce(x))
 
     fleet(5, agents_per_machine=1).run(run)
 
 
 def test_machines_of_different_sizes_are_refused_with_their_sizes(fleet: Fleets) -> None:
     def run() -> str:
-        shoal.set_machine_topology(shoal.topology.RingGraph(shoal.machine_size()))
+        shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(shoal.bluefog.machine_size()))
         with pytest.raises(ValueError, match="equally many agents") as caught:
-            shoal.hierarchical_neighbor_allreduce(torch.ones(2))
+            shoal.bluefog.hierarchical_neighbor_allreduce(torch.ones(2))
         return str(caught.value)
 
     for message in fleet(5, agents_per_machine=2).run(run):
@@ -126,7 +128,7 @@ def test_machines_of_different_sizes_are_refused_with_their_sizes(fleet: Fleets)
 def test_several_machines_without_a_topology_or_weights_are_an_error_with_the_remedy(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="set_machine_topology"):
-            shoal.hierarchical_neighbor_allreduce(torch.ones(2))
+            shoal.bluefog.hierarchical_neighbor_allreduce(torch.ones(2))
 
     fleet(2, agents_per_machine=1).run(run)
 
@@ -137,7 +139,7 @@ def test_several_machines_without_a_topology_or_weights_are_an_error_with_the_re
 def test_all_three_weights_are_required_together(fleet: Fleets, given: tuple[object, ...]) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="src_machine_weights"):
-            shoal.hierarchical_neighbor_allreduce(torch.ones(2), *given)  # type: ignore[arg-type]
+            shoal.bluefog.hierarchical_neighbor_allreduce(torch.ones(2), *given)  # type: ignore[arg-type]
 
     fleet(2, agents_per_machine=1).run(run)
 
@@ -149,10 +151,10 @@ def test_all_agents_of_a_machine_send_equally_much(fleet: Fleets) -> None:
     """
 
     def run() -> int:
-        shoal.set_machine_topology(shoal.topology.RingGraph(2))
-        before = shoal.bytes_sent()
-        shoal.hierarchical_neighbor_allreduce(torch.zeros(64_000))
-        return shoal.bytes_sent() - before
+        shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(2))
+        before = shoal.observability.bytes_sent()
+        shoal.bluefog.hierarchical_neighbor_allreduce(torch.zeros(64_000))
+        return shoal.observability.bytes_sent() - before
 
     # The reduce-scatter, the exchange between the machines and the all-gather send half a tensor each.
     assert fleet(4, agents_per_machine=2).run(run) == [3 * 4 * 32_000] * 4
@@ -162,21 +164,21 @@ def test_all_agents_of_a_machine_send_equally_much(fleet: Fleets) -> None:
 def test_machine_topologies_that_differ_are_a_mismatch(fleet: Fleets, numel: int) -> None:
     def run() -> None:
         graph = nx.DiGraph(shoal.topology.RingGraph(2))
-        if shoal.machine_rank():
+        if shoal.bluefog.machine_rank():
             graph.edges[0, 1]["weight"] = 0.75
-        shoal.set_machine_topology(graph, is_weighted=True)
+        shoal.bluefog.set_machine_topology(graph, is_weighted=True)
         with pytest.raises(shoal.Mismatch, match="machine topology"):
-            shoal.hierarchical_neighbor_allreduce(torch.zeros(numel))
+            shoal.bluefog.hierarchical_neighbor_allreduce(torch.zeros(numel))
 
     fleet(2, agents_per_machine=1).run(run)
 
 
 def test_calls_match_by_name_and_have_a_nonblocking_form(fleet: Fleets) -> None:
     def run() -> list[float]:
-        shoal.set_machine_topology(shoal.topology.FullyConnectedGraph(2))
+        shoal.bluefog.set_machine_topology(shoal.topology.FullyConnectedGraph(2))
         names = ["a", "b", "c"] if shoal.rank() % 2 else ["c", "b", "a"]
         x = torch.tensor(float(shoal.rank()))
-        handles = {n: shoal.hierarchical_neighbor_allreduce_nonblocking(x + ord(n), n) for n in names}
+        handles = {n: shoal.bluefog.hierarchical_neighbor_allreduce_nonblocking(x + ord(n), n) for n in names}
         return [handles[n].wait().item() - ord(n) for n in "abc"]
 
     assert fleet(4, agents_per_machine=2).run(run) == [[1.5] * 3] * 4

@@ -22,16 +22,16 @@ def test_results_in_place_and_new_ones_are_available(fleet: Fleets, numel: int, 
             x, y, z = (torch.full((numel,), float(shoal.rank())) for _ in range(3))
             strided = torch.full((2, numel), float(shoal.rank())).t()
             handles = [
-                shoal.allreduce_nonblocking_(x),
-                shoal.neighbor_allreduce_nonblocking(y, out=y),
-                shoal.broadcast_nonblocking_(z, 1),
-                shoal.neighbor_allreduce_nonblocking(strided, out=strided),
-                shoal.allreduce_nonblocking(torch.full((numel,), float(shoal.rank()))),
-                shoal.neighbor_allreduce_nonblocking(torch.full((numel,), float(shoal.rank()))),
+                shoal.bluefog.allreduce_nonblocking_(x),
+                shoal.nonblocking.neighbor_allreduce(y, out=y),
+                shoal.bluefog.broadcast_nonblocking_(z, 1),
+                shoal.nonblocking.neighbor_allreduce(strided, out=strided),
+                shoal.nonblocking.allreduce(torch.full((numel,), float(shoal.rank()))),
+                shoal.nonblocking.neighbor_allreduce(torch.full((numel,), float(shoal.rank()))),
             ]
             while drives == "another thread" and not all(handle.poll() for handle in handles):
                 time.sleep(0.001)
-            results = [shoal.wait(handle) for handle in handles]
+            results = [shoal.bluefog.wait(handle) for handle in handles]
         for result, expected in zip(results, [0.5, 0.5, 1.0, 0.5, 0.5, 0.5], strict=True):
             assert (result == expected).all()
         assert not results[4].is_inference()
@@ -47,7 +47,7 @@ def test_an_inference_mode_tensor_is_written_to_outside_of_it(fleet: Fleets) -> 
             x = torch.full((1000,), float(shoal.rank()))
         assert shoal.allreduce(torch.full((1000,), float(shoal.rank())), out=x) is x
         assert (x == 0.5).all()
-        shoal.allreduce_parameters({"x": x})
+        shoal.bluefog.allreduce_parameters({"x": x})
         assert (x == 0.5).all()
 
     fleet(2).run(run)
@@ -56,15 +56,15 @@ def test_an_inference_mode_tensor_is_written_to_outside_of_it(fleet: Fleets) -> 
 def test_an_out_that_cannot_be_written_fails_only_its_own_call(fleet: Fleets) -> None:
     def run() -> None:
         outs = [torch.empty(4) for _ in range(5)]
-        handles = [shoal.neighbor_allreduce_nonblocking(torch.full((4,), float(shoal.rank())), out=o) for o in outs]
+        handles = [shoal.nonblocking.neighbor_allreduce(torch.full((4,), float(shoal.rank())), out=o) for o in outs]
         if shoal.rank() == 0:
             outs[2].resize_(7)  # against the rules, while the call has it
         for number, handle in enumerate(handles):
             if number == 2 and shoal.rank() == 0:
                 with pytest.raises(RuntimeError):
-                    shoal.wait(handle)
+                    shoal.bluefog.wait(handle)
             else:
-                assert shoal.wait(handle).tolist() == [0.5] * 4
+                assert shoal.bluefog.wait(handle).tolist() == [0.5] * 4
 
     fleet(2).run(run)
 
@@ -72,7 +72,7 @@ def test_an_out_that_cannot_be_written_fails_only_its_own_call(fleet: Fleets) ->
 def test_a_conjugate_out_gets_the_right_values(fleet: Fleets) -> None:
     def run() -> None:
         x = torch.full((5,), complex(shoal.rank(), 1)).conj()
-        shoal.allreduce_(x)
+        shoal.bluefog.allreduce_(x)
         assert (x == complex(0.5, -1)).all()
 
     fleet(2).run(run)

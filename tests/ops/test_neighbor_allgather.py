@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import networkx as nx
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import shoal
+from support.limits import scaled
 from support.reference import incoming, same_bits
 from support.samples import ALL_DTYPES, bluefog_graphs, random_digraph, sample, shapes
 
@@ -100,10 +102,10 @@ def test_nonblocking_gathers_match_by_name_in_any_order(fleet: Fleets) -> None:
         names = [f"g{i}" for i in range(12)]
         order = sorted(names, key=lambda name: hash((name, shoal.rank())))
         handles = {
-            name: shoal.neighbor_allgather_nonblocking(torch.tensor([int(name[1:]) * 10 + shoal.rank()]), name)
+            name: shoal.nonblocking.neighbor_allgather(torch.tensor([int(name[1:]) * 10 + shoal.rank()]), name)
             for name in order
         }
-        return [int(shoal.wait(handles[name]).item()) for name in names]
+        return [int(shoal.bluefog.wait(handles[name]).item()) for name in names]
 
     assert fleet(2).run(run) == [[10 * i + 1 - rank for i in range(12)] for rank in range(2)]
 
@@ -112,6 +114,20 @@ def test_other_dimensions_that_differ_are_a_mismatch_naming_both(fleet: Fleets) 
     def run() -> tuple[int, ...]:
         with pytest.raises(shoal.Mismatch, match="only the first dimension may differ") as caught:
             shoal.neighbor_allgather(torch.zeros(2, 3 + shoal.rank()))
+        return caught.value.ranks
+
+    assert fleet(2).run(run) == [(0, 1), (0, 1)]
+
+
+def test_the_sender_of_a_one_way_edge_learns_that_other_dimensions_differ(fleet: Fleets) -> None:
+    def run() -> tuple[int, ...]:
+        rank, until = shoal.rank(), time.monotonic() + scaled(5.0)
+        with pytest.raises(shoal.Mismatch, match="only the first dimension may differ") as caught:
+            shoal.neighbor_allgather(torch.zeros(2, 3 - rank), src_ranks=[0] * rank, dst_ranks=[1] * (1 - rank))
+            while time.monotonic() < until:  # the sender's call ends before the refusal; the next one raises
+                shoal.neighbor_allreduce(torch.ones(1), 1.0, {}, {}, name="probe")
+                time.sleep(0.001)
+        assert shoal.allreduce(torch.ones(1)).item() == 1.0
         return caught.value.ranks
 
     assert fleet(2).run(run) == [(0, 1), (0, 1)]

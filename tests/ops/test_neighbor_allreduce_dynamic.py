@@ -190,9 +190,9 @@ def test_an_agent_without_partners_scales_its_own_tensor_and_not_the_input(fleet
 def test_a_weight_of_zero_still_sends_the_message(fleet: Fleets) -> None:
     def run() -> tuple[float, int]:
         rank, other = shoal.rank(), 1 - shoal.rank()
-        before = shoal.bytes_sent()
+        before = shoal.observability.bytes_sent()
         result = shoal.neighbor_allreduce(torch.tensor(float(rank)), 1, {other: 0.0}, {other: 1.0}).item()
-        return result, shoal.bytes_sent() - before
+        return result, shoal.observability.bytes_sent() - before
 
     assert fleet(2).run(run) == [(0.0, 4), (1.0, 4)]
 

@@ -143,7 +143,7 @@ def test_a_new_topology_takes_effect_with_the_next_call(fleet: Fleets) -> None:
 def test_a_nonblocking_call_uses_the_topology_of_its_submission(fleet: Fleets) -> None:
     def run() -> float:
         shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
-        handle = shoal.neighbor_allreduce_nonblocking(torch.tensor(float(shoal.rank())))
+        handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(float(shoal.rank())))
         shoal.set_topology(shoal.topology.RingGraph(3, connect_style=1))
         return handle.wait().item()
 
@@ -157,10 +157,10 @@ def test_a_string_as_second_argument_is_the_name(fleet: Fleets) -> None:
         order = ["a", "b"] if shoal.rank() else ["b", "a"]
         value = {"a": 1.0, "b": 10.0}
         handles = {
-            name: shoal.neighbor_allreduce_nonblocking(torch.tensor(value[name] * (shoal.rank() + 1)), name)
+            name: shoal.nonblocking.neighbor_allreduce(torch.tensor(value[name] * (shoal.rank() + 1)), name)
             for name in order
         }
-        return [shoal.wait(handles[name]).item() for name in "ab"]
+        return [shoal.bluefog.wait(handles[name]).item() for name in "ab"]
 
     assert fleet(2).run(run) == [[1.5, 15.0]] * 2
 
@@ -170,9 +170,9 @@ def test_bytes_sent_counts_the_tensor_once_for_each_destination(fleet: Fleets) -
         shoal.set_topology(shoal.topology.StarGraph(4))
         counts = []
         for numel in (10, 10_000):
-            before = shoal.bytes_sent()
+            before = shoal.observability.bytes_sent()
             shoal.neighbor_allreduce(torch.zeros(numel))
-            counts.append(shoal.bytes_sent() - before)
+            counts.append(shoal.observability.bytes_sent() - before)
         return counts
 
     assert fleet(4).run(run) == [[3 * 40, 3 * 40_000]] + [[40, 40_000]] * 3

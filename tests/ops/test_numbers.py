@@ -57,7 +57,7 @@ def test_every_operation_accepts_ranks_with_an_index_method(fleet: Fleets, rank_
         assert shoal.neighbor_alltoall(x.view(1, 2), [other]).tolist() == [remote]
         assert shoal.pair_gossip(x, other).tolist() == mean
         assert shoal.neighbor_allreduce(x, 0.5, {other: 0.5}, [other]).tolist() == mean
-        assert shoal.hierarchical_neighbor_allreduce(x, 0.5, {other: 0.5}, [other]).tolist() == mean
+        assert shoal.bluefog.hierarchical_neighbor_allreduce(x, 0.5, {other: 0.5}, [other]).tolist() == mean
         assert shoal.broadcast(x, rank_of(1)).tolist() == [1.0, 1.0]
         assert shoal.broadcast_object(rank, rank_of(1)) == 1
         assert shoal.bluefog.InferSourceFromDestinationRanks([other]) == [1 - rank]

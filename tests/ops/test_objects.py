@@ -146,7 +146,7 @@ def test_allreduce_parameters_averages_floating_point_entries(fleet: Fleets, tra
     before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
 
     def run() -> None:
-        shoal.allreduce_parameters(WAYS[way](models[shoal.rank()]))
+        shoal.bluefog.allreduce_parameters(WAYS[way](models[shoal.rank()]))
 
     fleet(3).run(run)
     models_of_0 = models[0].state_dict()
@@ -176,7 +176,7 @@ def test_non_contiguous_parameters_are_written_in_place(fleet: Fleets) -> None:
 
 Exchanges: dict[str, Callable[[Any], None]] = {
     "broadcast": lambda params: shoal.broadcast_parameters(params, root_rank=1),
-    "allreduce": shoal.allreduce_parameters,
+    "allreduce": shoal.bluefog.allreduce_parameters,
 }
 every_exchange = pytest.mark.parametrize("kind", Exchanges)
 
@@ -192,11 +192,11 @@ def test_names_of_the_same_memory_are_exchanged_once(fleet: Fleets, kind: str) -
     def run() -> tuple[torch.Tensor, int]:
         memory = sample(shoal.rank(), (5000,))
         view = memory.view(50, 100)
-        before = shoal.bytes_sent()
+        before = shoal.observability.bytes_sent()
         if shoal.rank() == 2:
             time.sleep(0.05)  # late: the others' first result is there before their last exchange begins
         Exchanges[kind](dict.fromkeys(names, view) | {"flat": memory.view(50, 100)})
-        return memory, shoal.bytes_sent() - before
+        return memory, shoal.observability.bytes_sent() - before
 
     inputs = [sample(rank, (5000,)) for rank in range(3)]
     for memory, sent in fleet(3).run(run):
@@ -347,7 +347,7 @@ def test_agents_with_other_tensors_raise_a_mismatch_and_nothing_is_changed(fleet
 
 def test_duplicate_names_and_parameters_that_are_not_tensors_are_refused(fleet: Fleets) -> None:
     def run() -> None:
-        for call in (shoal.broadcast_parameters, shoal.allreduce_parameters):
+        for call in (shoal.broadcast_parameters, shoal.bluefog.allreduce_parameters):
             with pytest.raises(ValueError, match="same name"):
                 call([("a", torch.ones(1)), ("a", torch.ones(1))])
             with pytest.raises(TypeError, match="int"):
@@ -384,7 +384,7 @@ def test_the_roots_optimizer_state_arrives_exactly_and_no_step_is_taken(fleet: F
     expected = worlds[1][1].state_dict()
 
     def run() -> None:
-        shoal.broadcast_optimizer_state(worlds[shoal.rank()][1], root_rank=1)
+        shoal.bluefog.broadcast_optimizer_state(worlds[shoal.rank()][1], root_rank=1)
 
     fleet(3).run(run)
     for (model, optimizer), before in zip(worlds, parameters, strict=True):
@@ -402,7 +402,7 @@ def test_after_the_broadcast_equal_gradients_keep_the_agents_equal(fleet: Fleets
             model(torch.ones(1, 3)).sum().backward()
             optimizer.step()
         shoal.broadcast_parameters(model.state_dict(), 0)
-        shoal.broadcast_optimizer_state(optimizer, 0)
+        shoal.bluefog.broadcast_optimizer_state(optimizer, 0)
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
@@ -421,7 +421,7 @@ def test_a_state_of_none_is_preserved(fleet: Fleets) -> None:
         parameter.grad = torch.ones(2)
         optimizer.step()
         optimizer.state[parameter]["momentum_buffer"] = None
-        shoal.broadcast_optimizer_state(optimizer, 0)
+        shoal.bluefog.broadcast_optimizer_state(optimizer, 0)
         return optimizer.state_dict()["state"]
 
     assert fleet(2).run(run) == [{0: {"momentum_buffer": None}}] * 2
@@ -430,7 +430,7 @@ def test_a_state_of_none_is_preserved(fleet: Fleets) -> None:
 def test_lbfgs_is_refused(fleet: Fleets) -> None:
     def run() -> None:
         with pytest.raises(ValueError, match="LBFGS"):
-            shoal.broadcast_optimizer_state(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]))
+            shoal.bluefog.broadcast_optimizer_state(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]))
 
     fleet(1).run(run)
 

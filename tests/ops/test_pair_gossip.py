@@ -63,7 +63,7 @@ def test_nonblocking_pairs_match_by_name(fleet: Fleets) -> None:
     def run() -> list[float]:
         names = ["a", "b"] if shoal.rank() else ["b", "a"]
         x = torch.tensor(float(shoal.rank()))
-        handles = {n: shoal.pair_gossip_nonblocking(x + ord(n), 1 - shoal.rank(), name=n) for n in names}
+        handles = {n: shoal.nonblocking.pair_gossip(x + ord(n), 1 - shoal.rank(), name=n) for n in names}
         return [handles[n].wait().item() - ord(n) for n in "ab"]
 
     assert fleet(2).run(run) == [[0.5, 0.5]] * 2

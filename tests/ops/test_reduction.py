@@ -98,7 +98,9 @@ def test_a_small_tensor_takes_two_messages_for_each_agent_but_one(fleet: Fleets)
     def run() -> int:
         shoal.allreduce(torch.ones(2))
         sent = []
-        stop = shoal.events().subscribe(lambda event: sent.append(event) if event.kind == "sent" else None)
+        stop = shoal.observability.events().subscribe(
+            lambda event: sent.append(event) if event.kind == "sent" else None
+        )
         shoal.allreduce(torch.ones(2))
         stop()
         return len(sent)
@@ -164,7 +166,7 @@ def test_large_tensors_are_reduced_machine_by_machine(fleet: Fleets, machines: i
         for how in kinds:
             pieces = torch.split(x, cuts)
             results += [shoal.allreduce(x, op=how), *(shoal.allreduce(piece, op=how) for piece in pieces)]
-            handles = [shoal.allreduce_nonblocking(piece, op=how) for piece in pieces]
+            handles = [shoal.nonblocking.allreduce(piece, op=how) for piece in pieces]
             results += [handle.wait() for handle in handles] + shoal.grouped_allreduce(list(pieces), op=how)
         assert same_bits(x, given)
         return results

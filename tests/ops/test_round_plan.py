@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import shoal
+from shoal.execution.membership import Plan
+from shoal.execution.operation import FailurePolicy, Operation, Recovery
 from shoal.fault_tolerance.membership_states import AgentEvent
-from shoal.operations.membership import Plan
-from shoal.operations.operation import FailurePolicy, Operation, Recovery
 from shoal.ops.arguments import ALL, Internal
 from shoal.ops.neighbor import submit
 from shoal.ops.round_plan import MOST_PLANS, Key, make_plan

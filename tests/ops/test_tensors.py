@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
 import shoal
+from support.limits import scaled
 from support.reference import averaged_over, bits, reduced, same_bits, same_reduction, weighted
 from support.samples import WEIGHABLE, sample, samples
 
@@ -28,7 +32,7 @@ VIEWS: dict[str, View] = {
 }
 AVERAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "neighbor_allreduce": shoal.neighbor_allreduce,
-    "hierarchical_neighbor_allreduce": shoal.hierarchical_neighbor_allreduce,
+    "hierarchical_neighbor_allreduce": shoal.bluefog.hierarchical_neighbor_allreduce,
     "allreduce": shoal.allreduce,
     "pair_gossip": lambda x: shoal.pair_gossip(x, 1 - shoal.rank()),
 }
@@ -116,7 +120,7 @@ def test_no_result_requires_grad_and_no_graph_is_recorded(fleet: Fleets) -> None
 def test_an_operation_on_a_leaf_that_requires_grad_can_be_written_in_place(fleet: Fleets) -> None:
     def run() -> float:
         parameter = torch.nn.Parameter(torch.tensor([float(shoal.rank())]))
-        shoal.allreduce_(parameter.detach())
+        shoal.bluefog.allreduce_(parameter.detach())
         assert parameter.requires_grad
         return parameter.item()
 
@@ -130,7 +134,7 @@ def test_out_takes_the_result_and_is_returned(fleet: Fleets, size: int, numel: i
         x = sample(shoal.rank(), (numel,))
         calls: list[Callable[..., torch.Tensor]] = [
             shoal.neighbor_allreduce,
-            shoal.hierarchical_neighbor_allreduce,
+            shoal.bluefog.hierarchical_neighbor_allreduce,
             shoal.allreduce,
             lambda x, out=None: shoal.broadcast(x, size - 1, out=out),
         ]
@@ -185,10 +189,10 @@ def test_the_input_may_change_as_soon_as_a_nonblocking_call_returns(fleet: Fleet
         for numel in (3, 50_000):
             x = torch.full((numel,), float(shoal.rank()))
             handles = [
-                shoal.neighbor_allreduce_nonblocking(x),
-                shoal.allreduce_nonblocking(x),
-                shoal.allgather_nonblocking(x),
-                shoal.broadcast_nonblocking(x, 1),
+                shoal.nonblocking.neighbor_allreduce(x),
+                shoal.nonblocking.allreduce(x),
+                shoal.nonblocking.allgather(x),
+                shoal.nonblocking.broadcast(x, 1),
             ]
             x.fill_(1000.0)
             results += [handle.wait().mean().item() for handle in handles]
@@ -333,9 +337,9 @@ NO_NUMBERS = {
 ENTRIES: dict[str, Callable[[torch.Tensor], object]] = {
     **AVERAGES,
     "pair_gossip": lambda x: shoal.pair_gossip(x, 0),
-    "allreduce_": shoal.allreduce_,
+    "allreduce_": shoal.bluefog.allreduce_,
     "broadcast": lambda x: shoal.broadcast(x, 0),
-    "broadcast_": lambda x: shoal.broadcast_(x, 0),
+    "broadcast_": lambda x: shoal.bluefog.broadcast_(x, 0),
     "allgather": shoal.allgather,
     "neighbor_allgather": shoal.neighbor_allgather,
     "neighbor_alltoall": lambda x: shoal.neighbor_alltoall(x, []),
@@ -344,7 +348,7 @@ ENTRIES: dict[str, Callable[[torch.Tensor], object]] = {
     "grouped_broadcast": lambda x: shoal.grouped_broadcast([x], 0),
     "grouped_allgather": lambda x: shoal.grouped_allgather([x]),
     "broadcast_parameters": lambda x: shoal.broadcast_parameters([("x", x)]),
-    "allreduce_parameters": lambda x: shoal.allreduce_parameters([("x", x)]),
+    "allreduce_parameters": lambda x: shoal.bluefog.allreduce_parameters([("x", x)]),
     "windows.create": lambda x: shoal.windows.create(x, "x"),
     "autograd.allreduce": lambda x: shoal.autograd.allreduce(x),
     "autograd.allgather": lambda x: shoal.autograd.allgather(x),
@@ -380,12 +384,105 @@ def test_an_empty_tensor_is_sent_whatever_its_strides_are(fleet: Fleets) -> None
 def test_empty_accepts_shapes_like_torch() -> None:
     def run() -> None:
         x = torch.ones(2, 3)
-        assert shoal.empty(x.shape).shape == shoal.empty(2, 3).shape == shoal.empty([2, 3]).shape == x.shape
-        assert shoal.empty(()).shape == shoal.empty().shape == ()
-        assert shoal.empty(4).shape == (4,)
+        assert (
+            shoal.windows.empty(x.shape).shape
+            == shoal.windows.empty(2, 3).shape
+            == shoal.windows.empty([2, 3]).shape
+            == x.shape
+        )
+        assert shoal.windows.empty(()).shape == shoal.windows.empty().shape == ()
+        assert shoal.windows.empty(4).shape == (4,)
         with pytest.raises(TypeError, match=r"empty\(\): a dimension must be an int, got 2.5"):
-            shoal.empty(2.5)  # type: ignore[arg-type]
+            shoal.windows.empty(2.5)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"shape \[-1\] has a negative dimension"):
-            shoal.empty(-1)
+            shoal.windows.empty(-1)
 
     shoal.Fleet(1).run(run)
+
+
+ANOTHER_DEFAULT_DEVICE = """
+import tempfile
+import torch
+import shoal
+from shoal import algorithms, compression
+from shoal.sim import StackedFleet
+
+CPU = torch.device("cpu")
+COMPRESSORS = [compression.QSGD(7), compression.TopK(0.1), compression.RandomK(0.1), compression.Sign(),
+               compression.MinMaxUInt8()]
+ALGORITHMS = [None, algorithms.GradientDescent(1.0, atc=False), algorithms.ParallelGradientDescent(1.0),
+              algorithms.ExactDiffusion(1.0, lazy=True)]
+
+def ones(*shape):
+    return torch.ones(shape, device=CPU)
+
+def operations():
+    x, other = ones(20_000), 1 - shoal.rank()
+    for op in (shoal.neighbor_allreduce, shoal.allreduce, shoal.allgather, shoal.neighbor_allgather):
+        assert (op(x) == 1).all(), op
+    shoal.allreduce(x, op="max")
+    shoal.broadcast(x, 0)
+    shoal.pair_gossip(x, other)
+    shoal.grouped_neighbor_allreduce([x, ones(3)])
+    shoal.grouped_allgather([x, ones(3)])
+    assert shoal.broadcast_object({"x": x, "empty": ones(0)}, 0)["x"].is_cpu
+    for compressor in COMPRESSORS:
+        shoal.neighbor_allreduce(x, compression=compressor)
+
+def windows():
+    for x in (ones(20_000), shoal.windows.empty((5000,)).fill_(1)):
+        with shoal.windows.create(x, "x", zero_init=True) as window:
+            window.put()
+            shoal.barrier()
+            assert (window.update(clone=True) == 1).all()
+            shoal.barrier()
+            window.accumulate(self_weight=1.0)
+            window.get()
+            shoal.barrier()
+            window.collect()
+            shoal.barrier()
+
+def optimizer(algorithm, compressor):
+    model = torch.nn.Linear(64, 8, device=CPU)
+    shoal.broadcast_parameters(model.state_dict(), 0)
+    given = [algorithm] if algorithm else []
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = shoal.DecentralizedOptimizer(inner, model, *given, compression=compressor)
+    for _ in range(2):
+        made.zero_grad()
+        model(ones(4, 64)).square().mean().backward()
+        made.step()
+    shoal.consensus_distance(model)
+    saved = shoal.Checkpoint(model=model, optimizer=made)
+    saved.save(folder, 1)
+    saved.load(folder)
+
+def agent():
+    shoal.set_topology(shoal.topology.RingGraph(2))
+    torch.set_default_device("meta")
+    try:
+        operations()
+        windows()
+        for algorithm in ALGORITHMS:
+            optimizer(algorithm, None)
+        for compressor in COMPRESSORS:
+            optimizer(None, compressor)
+    finally:
+        torch.set_default_device(None)
+
+with tempfile.TemporaryDirectory() as folder:
+    shoal.Fleet(2).run(agent)
+torch.set_default_device("meta")
+for algorithm in (algorithms.GradientDescent(0.05), algorithms.ChocoSGD(0.05, 0.2, compression.TopK(0.2))):
+    StackedFleet(shoal.topology.RingGraph(4)).run(algorithm, ones(3), lambda x: x - 1, 3)
+print("done")
+"""
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_tensors_of_shoal_are_on_the_cpu_whatever_the_default_device_is(native: str) -> None:
+    """The meta device stands for any other one. The script's own tensors are on the CPU."""
+    environment = {**os.environ, "SHOAL_NATIVE": native}
+    done = subprocess.run([sys.executable, "-c", ANOTHER_DEFAULT_DEVICE], env=environment, capture_output=True,
+                          text=True, timeout=scaled(120))  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -85,7 +85,7 @@ def test_memory_that_others_cannot_read_is_copied(fleet: Fleets, what: str) -> N
 def test_every_operation_gives_the_same_bits_on_shared_memory(fleet: Fleets, operation: str) -> None:
     def run() -> bool:
         engine = current().engine
-        shoal.set_machine_topology(shoal.topology.RingGraph(2))
+        shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(2))
 
         def call(tensor: torch.Tensor, zero_copy: bool) -> torch.Tensor:
             agent = current()

@@ -94,7 +94,7 @@ def test_second_moments_can_be_mixed() -> None:
     def agent() -> torch.Tensor:
         model = torch.nn.Linear(3, 1)
         adam = shoal.optim.AccumAdamW(model.parameters(), accumulate=2)
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(adam, model, mix_state=("exp_avg_sq",))
+        optimizer = shoal.DecentralizedOptimizer(adam, model, mix_state=("exp_avg_sq",))
         for _ in range(2):
             optimizer.zero_grad()
             (model(torch.ones(3)) * (1 + shoal.rank())).backward()

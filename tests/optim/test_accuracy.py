@@ -45,12 +45,12 @@ def train(decentralized: bool, seed: int) -> float:
     model = make_model(seed)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer: Any = (
-        shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=OnePeerExponential(SIZE))
+        shoal.DecentralizedOptimizer(sgd, model, topology=OnePeerExponential(SIZE))
         if decentralized
-        else shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model)
+        else shoal.bluefog.DistributedGradientAllreduceOptimizer(sgd, model)
     )
     shards = shoal.data.dirichlet_shards(train_set.tensors[1], alpha=0.5, seed=seed)
-    sampler = shoal.AgentSampler(train_set, shards[shoal.rank()], seed=seed)
+    sampler = shoal.data.AgentSampler(train_set, shards[shoal.rank()], seed=seed)
     loader = DataLoader(train_set, batch_size=BATCH, sampler=sampler)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
     for epoch in range(EPOCHS):
@@ -90,7 +90,7 @@ def train_with_adam(mix_state: tuple[str, ...]) -> float:
     model, chance = make_model(0), torch.Generator().manual_seed(shoal.rank())
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     schedule = OnePeerExponential(ADAM_AGENTS)
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(adam, model, topology=schedule, mix_state=mix_state)
+    optimizer = shoal.DecentralizedOptimizer(adam, model, topology=schedule, mix_state=mix_state)
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ADAM_STEPS)
     for _ in range(ADAM_STEPS):
         chosen = torch.randint(len(shard), (BATCH,), generator=chance)

@@ -219,7 +219,7 @@ def test_invalid_combinations_are_refused_with_the_remedy(fleet: Fleets) -> None
                 make(algorithm, self_weight=0.5)
             one = make(algorithm)
             with pytest.raises(ValueError, match="communication_type would not count"):
-                one.communication_type = shoal.CommunicationType.empty
+                one.communication_type = shoal.optim.CommunicationType.empty
             one.close()
         with pytest.raises(ValueError, match="exchanges in step, not through windows; leave bucket_exchange out"):
             from shoal.optim.exchanges.window_exchange import PutExchange

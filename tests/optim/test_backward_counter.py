@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from support.optimizers import LR, MODEL, SIZE, batch, flat
 Fleets = Callable[..., shoal.Fleet]
 Step = Callable[[torch.nn.Module, shoal.DecentralizedOptimizer, int], None]
 
-ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
-GRADIENTS = shoal.optim.DistributedGradientAllreduceOptimizer
+ATC, AWC = (
+    shoal.DecentralizedOptimizer,
+    partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+)
+GRADIENTS = shoal.bluefog.DistributedGradientAllreduceOptimizer
 
 
 def loss_of(model: torch.nn.Module, step: int) -> Tensor:

@@ -23,23 +23,27 @@ UNEVEN = nx.DiGraph(
 
 def train(folder: str) -> list[list[float]]:
     """An agent of one of two machines with two agents each: where its model began, and where it ended."""
-    machine = dist.FileStore(f"{folder}/machine{shoal.machine_rank()}", 2)
+    machine = dist.FileStore(f"{folder}/machine{shoal.bluefog.machine_rank()}", 2)
     dist.init_process_group("gloo", store=machine, rank=shoal.local_rank(), world_size=2)
-    shoal.set_machine_topology(UNEVEN, is_weighted=True)
+    shoal.bluefog.set_machine_topology(UNEVEN, is_weighted=True)
     model = DistributedDataParallel(deepcopy(MODEL))
     sgd = torch.optim.SGD(model.parameters(), lr=LR)
     with pytest.raises(ValueError, match="DistributedDataParallel averages gradients after"):
-        shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, overlap="backward")
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
-        sgd, model, shoal.CommunicationType.hierarchical_neighbor_allreduce
+        shoal.DecentralizedOptimizer(sgd, model, overlap="backward")
+    optimizer = shoal.DecentralizedOptimizer(
+        sgd, model, communication_type=shoal.optim.CommunicationType.hierarchical_neighbor_allreduce
     )
     for step in range(STEPS):
         optimizer.zero_grad()
         model(batch(shoal.rank(), step)).square().mean().backward()
         optimizer.step()
     optimizer.close()
+    ended = flat(model).tolist()
+    # As the last owner of the process group, the model would wait for its threads and hold the interpreter's lock, for
+    # which one of them may wait.
+    del model, optimizer, sgd
     dist.destroy_process_group()
-    return [flat(MODEL).tolist(), flat(model).tolist()]
+    return [flat(MODEL).tolist(), ended]
 
 
 @pytest.mark.transport("shared_memory")

@@ -129,8 +129,11 @@ def equation(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.
     return shoal.DecentralizedOptimizer(optimizer, model, ExactDiffusion(1.0, lazy=True), topology=topology)
 
 
-ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
-GRADIENTS = shoal.optim.DistributedGradientAllreduceOptimizer
+ATC, AWC = (
+    shoal.DecentralizedOptimizer,
+    partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+)
+GRADIENTS = shoal.bluefog.DistributedGradientAllreduceOptimizer
 PUT, PUSH_SUM = shoal.optim.DistributedWinPutOptimizer, shoal.optim.DistributedPushSumOptimizer
 SMALL, LARGE = 8, 2000
 

@@ -310,12 +310,12 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, algorithm: Algorithm) -> None:
         resumed = make(second, algorithm, "backward")
         second.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
-        assert resumed.state_dict()["shoal"]["way"].keys() == {"parts"}
+        assert resumed.state_dict()["shoal"]["way"].keys() == {"algorithm", "parts"}
         train_steps(second, resumed, range(3, STEPS))
         elsewhere = make(other, algorithm, None)  # in the parts of its resumed state
         other.load_state_dict(saved[0])
         elsewhere.load_state_dict(for_another)
-        assert elsewhere.state_dict()["shoal"]["way"].keys() == {"parts"}
+        assert elsewhere.state_dict()["shoal"]["way"].keys() == {"algorithm", "parts"}
         train_steps(other, elsewhere, range(3, STEPS))
         assert torch.equal(flat(other), flat(full))
         return torch.equal(flat(second), flat(full))

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.optim.checkpoints.all_agents import all_try, from_one_agent
-from shoal.optim.checkpoints.checkpoint_files import write_atomically
+from shoal.optim.checkpoints.checkpoint_files import all_try, from_one_agent, write_atomically
 from support.checkpoints import DATA, MODEL, SIZE, Run, folders, same, weight
 
 Fleets = Callable[..., shoal.Fleet]
@@ -151,6 +150,46 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> 
     with pytest.raises(OSError, match="No space left"):
         write_atomically(path, write)
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("model.pt", "before")]
+
+
+def test_a_manifest_that_cannot_be_written_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def run() -> None:
+        with pytest.raises(shoal.ShoalError, match="No space left"):
+            shoal.Checkpoint(model=weight(0.0)).save(tmp_path, 1)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    shoal.Fleet(2).run(run)
+    assert list(tmp_path.iterdir()) == [], "files of a save that failed would keep a full disk full"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"step": "x", "agents": 2, "parts": ["model"]}',
+        '{"step": [1], "agents": 2, "parts": ["model"]}',
+        '{"step": 5, "agents": "2", "parts": ["model"]}',
+        '{"step": 5, "agents": 2, "parts": 7}',
+        "[" * 100_000,
+    ],
+    ids=["word", "list", "agents", "parts", "deep"],
+)
+def test_a_manifest_of_another_form_hides_no_checkpoint(tmp_path: Path, content: str) -> None:
+    other = tmp_path / "000009-step-5"
+    other.mkdir()
+    (other / "manifest.json").write_text(content)
+
+    def run() -> int:
+        checkpoint = shoal.Checkpoint(model=weight(0.0))
+        checkpoint.save(tmp_path, 4)
+        return checkpoint.load(tmp_path)
+
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert shoal.Fleet(2).run(run) == [4, 4]
 
 
 def test_loading_from_an_empty_folder(tmp_path: Path) -> None:
@@ -426,6 +465,30 @@ def test_agents_at_different_steps_do_not_save(tmp_path: Path) -> None:
     assert folders(tmp_path) == []
 
 
+def test_agents_with_different_parts_do_not_save(tmp_path: Path) -> None:
+    def run() -> None:
+        parts = {"model": weight(0.0), f"counter{shoal.rank()}": {"step": 0}}
+        expected = "at rank 1, Mismatch: the parts are counter1, model, and those of rank 0 are counter0, model"
+        with pytest.raises(shoal.ShoalError, match=expected):
+            shoal.Checkpoint(**parts).save(tmp_path, 1)
+
+    shoal.Fleet(2).run(run)
+    assert folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+def test_a_part_that_one_agent_alone_requests_and_no_file_has_is_an_error_on_all(tmp_path: Path, asking: int) -> None:
+    save(tmp_path, 2)
+
+    def run() -> None:
+        model = Run().model
+        parts = {"model": model} | ({"average": model} if shoal.rank() == asking else {})
+        with pytest.raises((ValueError, shoal.ShoalError), match=r"has model, .*, and not average"):
+            shoal.Checkpoint(**parts).load(tmp_path, timeout=5.0)
+
+    shoal.Fleet(SIZE).run(run)
+
+
 def test_a_folder_that_cannot_be_created_is_an_error_on_all(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
@@ -459,6 +522,19 @@ def test_invalid_arguments_are_refused(
 
 
 # The script's own numbers
+
+
+def test_keys_that_a_checkpoint_does_not_have_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As of a script that has gained a counter since."""
+
+    def run() -> None:
+        shoal.Checkpoint(state={"step": 3}).save(tmp_path, 3)
+        state = {"step": 0, "best": 1e9}
+        shoal.Checkpoint(state=state).load(tmp_path)
+        assert state == {"step": 3}
+
+    shoal.Fleet(1).run(run)
+    assert "state has 'best' here and not in the checkpoint" in caplog.text
 
 
 def test_plain_data_are_saved_and_filled_in_place(tmp_path: Path) -> None:
@@ -523,7 +599,7 @@ def test_data_that_changed_type_are_named_by_save(tmp_path: Path) -> None:
 def test_a_schedule_that_is_not_saved_is_reported_once(tmp_path: Path) -> None:
     def run() -> None:
         model = weight(1.0)
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         without = shoal.Checkpoint(model=model, optimizer=optimizer)
         without.save(tmp_path, 1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)

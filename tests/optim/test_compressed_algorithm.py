@@ -25,7 +25,7 @@ NUMBERS = sum(param.numel() for param in MODEL.parameters())
 
 def optimizer_of(model: torch.nn.Module, topology: Any = None, **options: Any) -> shoal.DecentralizedOptimizer:
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-    return shoal.optim.DistributedAdaptThenCombineOptimizer(
+    return shoal.DecentralizedOptimizer(
         sgd, model, topology=shoal.topology.RingGraph(shoal.size()) if topology is None else topology, **options
     )
 
@@ -128,7 +128,7 @@ def pulled(compressor: Compressor | None, topology: Any) -> torch.Tensor:
     model, target = torch.nn.Module(), targets()[shoal.rank()]
     model.x = torch.nn.Parameter(torch.zeros(64, dtype=torch.float64))
     sgd = torch.optim.SGD(model.parameters(), lr=0.02)
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=topology, compression=compressor)
+    optimizer = shoal.DecentralizedOptimizer(sgd, model, topology=topology, compression=compressor)
     for _ in range(250):
         optimizer.zero_grad()
         (model.x - target).square().sum().div(2).backward()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.operations.events import Event
+from shoal.execution.events import Event
 from shoal.runtime.agent import current
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
@@ -29,7 +29,7 @@ Fleets = Callable[..., shoal.Fleet]
 
 PATIENCE = 8.0
 NUMEL = 5000
-GRADIENTS = Way("", shoal.optim.DistributedGradientAllreduceOptimizer)
+GRADIENTS = Way("", shoal.bluefog.DistributedGradientAllreduceOptimizer)
 
 
 class Pace:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.algorithms import ExactDiffusion, GossipPGA, GradientDescent, RelaySum
-from shoal.optim.bluefog import (
+from shoal.optim.asynchronous import (
     DistributedADPSGDOptimizer,
     DistributedPullGetOptimizer,
     DistributedPushSumOptimizer,
@@ -129,7 +129,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
         inner, model, compression=shoal.compression.MinMaxUInt8(), topology=shoal.topology.RingGraph(2)
     ),
     "all": lambda inner, model: shoal.DecentralizedOptimizer(
-        inner, model, communication_type=shoal.CommunicationType.allreduce
+        inner, model, communication_type=shoal.optim.CommunicationType.allreduce
     ),
 }
 WINDOWS = [
@@ -158,12 +158,12 @@ def test_frozen_parameters_are_not_sent(fleet: Fleets, maker: str, late: bool) -
                 model.base.requires_grad_(False)
             if step == 3:
                 shoal.barrier()
-                sent = shoal.bytes_sent()
+                sent = shoal.observability.bytes_sent()
             optimizer.zero_grad()
             model(torch.randn(4, 100)).square().mean().backward()
             optimizer.step()
             shoal.barrier()
-        sent = shoal.bytes_sent() - sent
+        sent = shoal.observability.bytes_sent() - sent
         optimizer.close()
         return sent
 
@@ -439,7 +439,7 @@ def test_an_alternating_generator_and_discriminator(fleet: Fleets) -> None:
 
         def wrapped(model: nn.Module) -> Any:
             inner = torch.optim.SGD(model.parameters(), lr=0.05)
-            return shoal.optim.DistributedAdaptThenCombineOptimizer(inner, model, overlap=overlap)
+            return shoal.DecentralizedOptimizer(inner, model, overlap=overlap)
 
         def drawn(count: int) -> Tensor:
             return torch.randn(8, count, generator=generator, dtype=torch.float64)

@@ -32,7 +32,7 @@ def test_gradients_are_read_in_place_from_the_fused_buffer(fleet: Fleets) -> Non
     def run() -> int:
         model = one_layer()
         wrapped = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(wrapped, model)
+        optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(wrapped, model)
         for _ in range(3):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
@@ -54,7 +54,7 @@ def test_rounds_do_not_see_each_others_gradients(fleet: Fleets, size: int, overl
         with torch.no_grad():
             model.weight.zero_()
         wrapped = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(wrapped, model, overlap=overlap)
+        optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(wrapped, model, overlap=overlap)
         results = []
         for number in range(rounds):
             gradient = sample(shoal.rank(), (300, 400), seed=number)

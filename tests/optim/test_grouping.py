@@ -15,7 +15,7 @@ from shoal.optim.exchanges.buckets import as_given, by_count
 from support.optimizers import MODEL, SIZE, batch, flat
 
 Fleets = Callable[..., shoal.Fleet]
-ATC, GRADIENTS = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedGradientAllreduceOptimizer
+ATC, GRADIENTS = shoal.DecentralizedOptimizer, shoal.bluefog.DistributedGradientAllreduceOptimizer
 Options = dict[str, Any]
 
 
@@ -64,7 +64,9 @@ def test_a_group_is_one_message_to_each_neighbour(fleet: Fleets) -> None:
         optimizer = ATC(sgd(model), model, num_groups=count)
         model(batch(shoal.rank(), 0)).square().mean().backward()
         optimizer.step()
-        stop = shoal.events().subscribe(lambda event: sent.append(event.name) if event.kind == "sent" else None)
+        stop = shoal.observability.events().subscribe(
+            lambda event: sent.append(event.name) if event.kind == "sent" else None
+        )
         optimizer.step()
         stop()
         optimizer.close()

@@ -53,7 +53,7 @@ def train(algorithm: Algorithm) -> tuple[Tensor, Tensor, list[int]]:
         optimizer.zero_grad()
         loss(model, shoal.rank(), step).backward()
         optimizer.step()
-        books.append(shoal.bytes_sent())
+        books.append(shoal.observability.bytes_sent())
     optimizer.close()
     sent = [after - before for before, after in pairwise(books)]
     return parameters_to_vector([model.A, model.B]).detach(), model.base.weight.clone(), sent

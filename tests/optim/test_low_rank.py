@@ -78,11 +78,13 @@ def train(compression: LowRank) -> tuple[torch.Tensor, list[int]]:
     assert optimizer.algorithm == PowerGossip(1.0, compression.iterations, rank=compression.rank)
     books = []
     for step in range(STEPS):
-        books.append(shoal.bytes_sent())
+        books.append(shoal.observability.bytes_sent())
         optimizer.zero_grad()
         model(batch(shoal.rank(), step)).square().mean().backward()
         optimizer.step()
-    sent = [after - before for before, after in zip(books[1:], [*books[2:], shoal.bytes_sent()], strict=True)]
+    sent = [
+        after - before for before, after in zip(books[1:], [*books[2:], shoal.observability.bytes_sent()], strict=True)
+    ]
     optimizer.close()
     return flat(model), sent
 
@@ -185,7 +187,7 @@ def test_unsupported_settings_are_refused() -> None:
         model = deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=LR)
         with pytest.raises(ValueError, match=r"LowRank\(rank=1, iterations=1\) is for adapt, then combine"):
-            shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, compression=LowRank())
+            shoal.bluefog.DistributedGradientAllreduceOptimizer(sgd, model, compression=LowRank())
         with pytest.raises(ValueError, match="PowerGossip needs W to be static"):
             shoal.DecentralizedOptimizer(
                 sgd, model, compression=LowRank(), topology=shoal.topology.OnePeerHypercube(SIZE)

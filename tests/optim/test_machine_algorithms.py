@@ -41,7 +41,7 @@ from support.world import World
 Fleets = Callable[..., shoal.Fleet]
 STEPS, MACHINES, EACH = 6, 3, 2
 SIZE = MACHINES * EACH
-BETWEEN = shoal.CommunicationType.hierarchical_neighbor_allreduce
+BETWEEN = shoal.optim.CommunicationType.hierarchical_neighbor_allreduce
 RING = Circulant(MACHINES, {0: 1 / 2, 1: 1 / 4, -1: 1 / 4})
 ALGORITHMS: list[Algorithm] = [
     ExactDiffusion(1.0, lazy=True),
@@ -128,12 +128,12 @@ def test_simulated_and_real_agents_send_the_same_messages(fleet: Fleets, compres
 def test_compression_between_machines_is_an_algorithm_of_machines() -> None:
     def agent(topology: Any) -> Algorithm:
         sgd = torch.optim.SGD((model := deepcopy(MODEL)).parameters(), lr=LR)
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
-            sgd, model, BETWEEN, topology=topology, compression=MinMaxUInt8()
+        optimizer = shoal.DecentralizedOptimizer(
+            sgd, model, communication_type=BETWEEN, topology=topology, compression=MinMaxUInt8()
         )
         assert optimizer.communication_type is BETWEEN
         with pytest.raises(ValueError, match="communication_type cannot be set any more: OfMachines"):
-            optimizer.communication_type = shoal.CommunicationType.neighbor_allreduce
+            optimizer.communication_type = shoal.optim.CommunicationType.neighbor_allreduce
         optimizer.close()
         return optimizer.algorithm
 
@@ -145,7 +145,7 @@ def test_compression_between_machines_is_an_algorithm_of_machines() -> None:
 
 def test_the_default_is_the_machine_topology() -> None:
     def agent() -> list[float]:
-        shoal.set_machine_topology(shoal.topology.RingGraph(MACHINES), is_weighted=True)
+        shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(MACHINES), is_weighted=True)
         return train(EXTRA(1.0), topology=None).tolist()
 
     fleet = shoal.Fleet(SIZE, agents_per_machine=EACH)
@@ -178,8 +178,8 @@ def test_invalid_combinations_are_refused() -> None:
 def sent_in_steps(steps: int) -> int:
     model = torch.nn.Linear(1000, 200)
     sgd = torch.optim.SGD(model.parameters(), lr=LR)
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
-        sgd, model, BETWEEN, topology=Circulant(2, {0: 0.5, 1: 0.5}), compression=MinMaxUInt8()
+    optimizer = shoal.DecentralizedOptimizer(
+        sgd, model, communication_type=BETWEEN, topology=Circulant(2, {0: 0.5, 1: 0.5}), compression=MinMaxUInt8()
     )
     counted = []
     for _ in range(steps):

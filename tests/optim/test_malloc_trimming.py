@@ -29,7 +29,7 @@ if "parts" in sys.argv:
     quasi = shoal.algorithms.QuasiGlobalMomentum(1.0, 0.9)
     optimizer = shoal.DecentralizedOptimizer(optimizer, model, quasi, overlap="backward")
 else:
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, model)
+    optimizer = shoal.DecentralizedOptimizer(optimizer, model)
 faults = []
 for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,11 @@ from support.optimizers import MEAN, MODEL, RING, SIZE, batch, flat, gradient
 Fleets = Callable[..., shoal.Fleet]
 Rows = NDArray[np.float64]
 
-ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
-GRADIENTS, PUT = shoal.optim.DistributedGradientAllreduceOptimizer, shoal.optim.DistributedWinPutOptimizer
+ATC, AWC = (
+    shoal.DecentralizedOptimizer,
+    partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+)
+GRADIENTS, PUT = shoal.bluefog.DistributedGradientAllreduceOptimizer, shoal.optim.DistributedWinPutOptimizer
 SECOND = ("exp_avg_sq",)
 BOTH = ("exp_avg", "exp_avg_sq")
 LR, BETAS, EPS, STEPS = 0.01, (0.8, 0.95), 1e-8, 6
@@ -128,7 +131,7 @@ def test_mixing_follows_the_rounds_of_a_schedule(fleet: Fleets, make: Any) -> No
 
 @both_ways
 def test_state_averaged_over_all_agents(fleet: Fleets, make: Any) -> None:
-    results = fleet(SIZE).run(train, make, communication_type=shoal.CommunicationType.allreduce)
+    results = fleet(SIZE).run(train, make, communication_type=shoal.optim.CommunicationType.allreduce)
     assert_equal(results, by_hand(make, [MEAN]))
 
 
@@ -436,7 +439,7 @@ def test_sent_bytes_are_exactly_doubled(fleet: Fleets) -> None:
             optimizer.zero_grad()
             model(torch.ones(1, 100)).sum().backward()
             optimizer.step()
-            sent.append(shoal.bytes_sent())
+            sent.append(shoal.observability.bytes_sent())
         return sent[2] - sent[1]
 
     agents = fleet(SIZE)

@@ -23,7 +23,7 @@ AGENTS, WARMUP, STEPS, LR, BETAS = 3, 4, 10, 0.01, (0.9, 0.99)
 def train(compression: Compressor | None, batches: int = STEPS, **options: Any) -> Tensor:
     model = deepcopy(MODEL)
     adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS, **options)
-    optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=compression)
+    optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(adam, model, compression=compression)
     train_steps(model, optimizer, range(batches))
     return flat(model)
 
@@ -109,14 +109,14 @@ def test_after_the_warm_up_messages_are_short() -> None:
         model = nn.Linear(300, 100)
         shoal.broadcast_parameters(model.state_dict(), 0)
         adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=2)
-        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=Sign())
-        sent = [shoal.bytes_sent()]
+        optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(adam, model, compression=Sign())
+        sent = [shoal.observability.bytes_sent()]
         for _ in range(5):
             optimizer.zero_grad()
             model(torch.ones(1, 300)).square().sum().backward()
             optimizer.step()
             shoal.barrier()
-            sent.append(shoal.bytes_sent())
+            sent.append(shoal.observability.bytes_sent())
         return [after - before for before, after in itertools.pairwise(sent)]
 
     for steps in shoal.Fleet(2, transport="network").run(run):
@@ -151,7 +151,7 @@ def test_after_closing_the_optimizer_steps_with_gradients_again() -> None:
     def run() -> tuple[Tensor, Tensor]:
         models = [deepcopy(MODEL) for _ in range(2)]
         adams = [shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS) for model in models]
-        around = shoal.optim.DistributedGradientAllreduceOptimizer(adams[0], models[0])
+        around = shoal.bluefog.DistributedGradientAllreduceOptimizer(adams[0], models[0])
         train_steps(models[0], around, range(WARMUP + 2))
         around.close()
         train_steps(models[0], adams[0], range(WARMUP + 2, STEPS))
@@ -168,7 +168,7 @@ def test_agents_without_batches_do_not_count(fleet: Fleets) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
         adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS)
-        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model)
+        optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(adam, model)
         with optimizer.join():
             train_steps(model, optimizer, range(batches[shoal.rank()]))
         return flat(model)
@@ -190,7 +190,7 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, at: int) -> None:
     def make() -> tuple[nn.Module, Any]:
         model = deepcopy(MODEL)
         adam = shoal.optim.OneBitAdam(model.parameters(), LR, warmup=WARMUP, betas=BETAS)
-        return model, shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=Sign())
+        return model, shoal.bluefog.DistributedGradientAllreduceOptimizer(adam, model, compression=Sign())
 
     def run() -> bool:
         full, first, second = make(), make(), make()
@@ -224,7 +224,7 @@ def test_overlap_with_the_backward_pass_is_refused() -> None:
         model = deepcopy(MODEL)
         adam = shoal.optim.OneBitAdam(model.parameters(), warmup=1)
         with pytest.raises(ValueError, match="OneBitAdam averages momenta behind the backward pass"):
-            shoal.optim.DistributedGradientAllreduceOptimizer(
+            shoal.bluefog.DistributedGradientAllreduceOptimizer(
                 adam, model, compression=Cast(torch.bfloat16), overlap="backward"
             )
 

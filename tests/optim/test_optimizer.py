@@ -17,7 +17,7 @@ from support.optimizers import ATC, AWC, LR, MEAN, MODEL, MOMENTUM, PARALLEL, RI
 Fleets = Callable[..., shoal.Fleet]
 
 
-def train(way: Algorithm, bucket_bytes: int, communication: shoal.CommunicationType) -> Tensor:
+def train(way: Algorithm, bucket_bytes: int, communication: shoal.optim.CommunicationType) -> Tensor:
     shoal.set_topology(shoal.topology.RingGraph(SIZE), is_weighted=True)
     model = deepcopy(MODEL)
     plain = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
@@ -33,7 +33,7 @@ def train(way: Algorithm, bucket_bytes: int, communication: shoal.CommunicationT
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
 @pytest.mark.parametrize("way", [ATC, AWC, PARALLEL], ids=["atc", "awc", "gradients"])
 def test_every_strategy_is_its_equation(fleet: Fleets, way: Algorithm, bucket_bytes: int) -> None:
-    kind = shoal.CommunicationType.neighbor_allreduce
+    kind = shoal.optim.CommunicationType.neighbor_allreduce
     results = torch.stack(fleet(SIZE).run(train, way, bucket_bytes, kind))
     W = MEAN if way == PARALLEL else RING
     assert (results - by_hand(way, W)).abs().max() < 1e-12
@@ -42,8 +42,8 @@ def test_every_strategy_is_its_equation(fleet: Fleets, way: Algorithm, bucket_by
 @pytest.mark.parametrize("way", [ATC, AWC], ids=["atc", "awc"])
 def test_communication_with_all_agents_and_with_none(fleet: Fleets, way: Algorithm) -> None:
     for kind, W in (
-        (shoal.CommunicationType.allreduce, MEAN),
-        (shoal.CommunicationType.empty, torch.eye(SIZE).double()),
+        (shoal.optim.CommunicationType.allreduce, MEAN),
+        (shoal.optim.CommunicationType.empty, torch.eye(SIZE).double()),
     ):
         results = torch.stack(fleet(SIZE).run(train, way, 1 << 20, kind))
         assert (results - by_hand(way, W)).abs().max() < 1e-12

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,11 @@ from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
 
 Fleets = Callable[..., shoal.Fleet]
 
-ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
-GRADIENTS = shoal.optim.DistributedGradientAllreduceOptimizer
+ATC, AWC = (
+    shoal.DecentralizedOptimizer,
+    partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+)
+GRADIENTS = shoal.bluefog.DistributedGradientAllreduceOptimizer
 PUT, PUSH_SUM = shoal.optim.DistributedWinPutOptimizer, shoal.optim.DistributedPushSumOptimizer
 both_ways = pytest.mark.parametrize("make", [ATC, AWC], ids=["atc", "awc"])
 
@@ -204,9 +208,9 @@ def test_unnamed_optimizers_do_not_confuse_models(fleet: Fleets) -> None:
                 for param in model.parameters():
                     param.fill_(10.0 * number + shoal.rank())
             optimizers.append(AWC(sgd(model, lr=0.0), model))
-            optimizers[-1].communication_type = shoal.CommunicationType.empty
+            optimizers[-1].communication_type = shoal.optim.CommunicationType.empty
             optimizers[-1].step()
-            optimizers[-1].communication_type = shoal.CommunicationType.neighbor_allreduce
+            optimizers[-1].communication_type = shoal.optim.CommunicationType.neighbor_allreduce
         for model in models[:: 1 if shoal.rank() else -1]:
             model(torch.ones(1, 3)).sum().backward()
         for optimizer in optimizers:
@@ -287,7 +291,7 @@ def test_a_window_optimizer_whose_neighbour_left_can_be_closed(fleet: Fleets) ->
         if shoal.rank() == 2:
             shoal.shutdown()
             return True
-        assert wait_until(lambda: 2 not in shoal.membership().alive)
+        assert wait_until(lambda: 2 not in shoal.observability.membership().alive)
         for _ in range(2):
             with pytest.raises(shoal.PeerLost) if shoal.rank() == 0 else nullcontext():
                 loss_of(model).backward()
@@ -413,14 +417,14 @@ def test_settings_that_windows_ignore_are_refused(fleet: Fleets) -> None:
         model = deepcopy(MODEL)
         optimizer = PUT(sgd(model), model)
         for name, value in (
-            ("communication_type", shoal.CommunicationType.allreduce),
+            ("communication_type", shoal.optim.CommunicationType.allreduce),
             ("self_weight", 0.5),
             ("src_weights", {1 - shoal.rank(): 0.5}),
         ):
             with pytest.raises(ValueError, match=f"{name} would not count.* dst_weights"):
                 setattr(optimizer, name, value)
         optimizer.dst_weights = {1 - shoal.rank(): 1.0}
-        optimizer.communication_type = shoal.CommunicationType.neighbor_allreduce
+        optimizer.communication_type = shoal.optim.CommunicationType.neighbor_allreduce
 
     fleet(2).run(run)
 
@@ -428,14 +432,14 @@ def test_settings_that_windows_ignore_are_refused(fleet: Fleets) -> None:
 @pytest.mark.parametrize("kind", ["neighbors", "all", "machines"])
 def test_bluefogs_older_names_adapt_with_combine(fleet: Fleets, kind: str) -> None:
     makes = {
-        "neighbors": shoal.optim.DistributedNeighborAllreduceOptimizer,
-        "all": shoal.optim.DistributedAllreduceOptimizer,
-        "machines": shoal.optim.DistributedHierarchicalNeighborAllreduceOptimizer,
+        "neighbors": shoal.bluefog.DistributedNeighborAllreduceOptimizer,
+        "all": shoal.bluefog.DistributedAllreduceOptimizer,
+        "machines": shoal.bluefog.DistributedHierarchicalNeighborAllreduceOptimizer,
     }
 
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
-        shoal.set_machine_topology(shoal.topology.RingGraph(2, connect_style=1), is_weighted=True)
+        shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(2, connect_style=1), is_weighted=True)
         model = deepcopy(MODEL)
         with torch.no_grad():
             for param in model.parameters():
@@ -443,8 +447,8 @@ def test_bluefogs_older_names_adapt_with_combine(fleet: Fleets, kind: str) -> No
         optimizer = makes[kind](sgd(model), model)
         if kind == "machines":
             optimizer.self_weight = 0.25
-            optimizer.src_machine_weights = optimizer.dst_machine_weights = {1 - shoal.machine_rank(): 1.0}
-            optimizer.src_machine_weights = {1 - shoal.machine_rank(): 0.75}
+            optimizer.src_machine_weights = optimizer.dst_machine_weights = {1 - shoal.bluefog.machine_rank(): 1.0}
+            optimizer.src_machine_weights = {1 - shoal.bluefog.machine_rank(): 0.75}
         loss_of(model).backward()
         optimizer.step()
         return flat(model)
@@ -507,7 +511,7 @@ def test_a_setting_changed_during_a_round_takes_effect_in_the_next(fleet: Fleets
         model(torch.ones(1, 3))
         model[1](torch.ones(1, 3)).sum().backward()
         with pytest.warns(UserWarning, match="holds from the next round on"):
-            optimizer.communication_type = shoal.CommunicationType.empty
+            optimizer.communication_type = shoal.optim.CommunicationType.empty
         optimizer.step()
         return flat(model)
 
@@ -523,10 +527,10 @@ def test_loops_that_cannot_be_joined_are_refused(fleet: Fleets) -> None:
             with pytest.raises(ValueError, match="inside another optimizer's join"):
                 second.join().__enter__()
             with pytest.raises(ValueError, match="communication_type cannot be set for single rounds inside join"):
-                first.communication_type = shoal.CommunicationType.allreduce
+                first.communication_type = shoal.optim.CommunicationType.allreduce
             loss_of(models[0]).backward()
             first.step()
-        first.communication_type = shoal.CommunicationType.allreduce
+        first.communication_type = shoal.optim.CommunicationType.allreduce
         with second.join():
             pass
 

@@ -97,10 +97,12 @@ def gradients_through(model: nn.Module, optimizer: torch.optim.Optimizer, step: 
 def wrapped(known: TableEntry, way: str, model: nn.Module, **overrides: Any) -> Any:
     inner = known.make(model)
     if way == "gradients":
-        return shoal.optim.DistributedGradientAllreduceOptimizer(inner, model, **overrides)
+        return shoal.bluefog.DistributedGradientAllreduceOptimizer(inner, model, **overrides)
     how = {
-        "adapt then combine": shoal.optim.DistributedAdaptThenCombineOptimizer,
-        "adapt with combine": shoal.optim.DistributedAdaptWithCombineOptimizer,
+        "adapt then combine": shoal.DecentralizedOptimizer,
+        "adapt with combine": partial(
+            shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)
+        ),
     }[way]
     return how(inner, model, topology=UNEVEN, mix_state=known.mixed, **overrides)
 
@@ -174,8 +176,11 @@ def test_a_schedule_free_optimizer_whose_z_is_not_averaged_is_refused(known: Tab
     def agent() -> None:
         model = initial()
         for how, output in (
-            (shoal.optim.DistributedAdaptThenCombineOptimizer, r'give mix_state=\("z",\)'),
-            (shoal.optim.DistributedAdaptWithCombineOptimizer, r'give mix_state=\("z",\)'),
+            (shoal.DecentralizedOptimizer, r'give mix_state=\("z",\)'),
+            (
+                partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+                r'give mix_state=\("z",\)',
+            ),
             (partial(shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0, lazy=True)), "the parameters alone"),
             (shoal.optim.DistributedWinPutOptimizer, "the parameters alone"),
         ):
@@ -185,7 +190,8 @@ def test_a_schedule_free_optimizer_whose_z_is_not_averaged_is_refused(known: Tab
     shoal.Fleet(AGENTS, timeout=20.0).run(agent)
 
 
-def test_schedule_free_agents_stay_together_on_different_data() -> None:
+@pytest.mark.parametrize("kind", [tuple, iter])
+def test_schedule_free_agents_stay_together_on_different_data(kind: Any) -> None:
     """Each agent has its own quadratic. The mean of all is the common optimum."""
     centres = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     schedulefree = pytest.importorskip("schedulefree")
@@ -196,7 +202,7 @@ def test_schedule_free_agents_stay_together_on_different_data() -> None:
         sgd = schedulefree.SGDScheduleFree(model.parameters(), lr=0.1)
         sgd.train()
         ring = shoal.topology.RingGraph(4)
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=ring, mix_state=("z",))
+        optimizer = shoal.DecentralizedOptimizer(sgd, model, topology=ring, mix_state=kind(("z",)))
         for _ in range(100):
             optimizer.zero_grad()
             (model.weight[0] - centres[shoal.rank()]).square().sum().div(2).backward()

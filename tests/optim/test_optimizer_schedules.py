@@ -54,7 +54,7 @@ def test_a_resumed_run_continues_in_its_round(fleet: Fleets) -> None:
             model = deepcopy(MODEL)
             sgd = torch.optim.SGD(model.parameters(), lr=LR)
             schedule = OnePeerExponential(SIZE)
-            return model, shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=schedule)
+            return model, shoal.DecentralizedOptimizer(sgd, model, topology=schedule)
 
         full, first, second = make(), make(), make()
         take_steps(*full, range(5))
@@ -75,10 +75,10 @@ def test_rounds_of_machines(fleet: Fleets) -> None:
         model = torch.nn.Linear(1, 1, bias=False).double()
         with torch.no_grad():
             model.weight.fill_(float(2 ** shoal.rank()))
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
+        optimizer = shoal.DecentralizedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.0),
             model,
-            shoal.CommunicationType.hierarchical_neighbor_allreduce,
+            communication_type=shoal.optim.CommunicationType.hierarchical_neighbor_allreduce,
             topology=OnePeerExponential(2),
         )
         optimizer.step()
@@ -92,15 +92,15 @@ def test_explicit_weights_beside_a_schedule_are_refused(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
         sgd = torch.optim.SGD(model.parameters(), lr=LR)
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model, topology=OnePeerExponential(2))
+        optimizer = shoal.DecentralizedOptimizer(sgd, model, topology=OnePeerExponential(2))
         with pytest.raises(ValueError, match="come from its topology="):
             optimizer.self_weight = 0.5
-        optimizer.communication_type = shoal.CommunicationType.allreduce
+        optimizer.communication_type = shoal.optim.CommunicationType.allreduce
         optimizer.close()
         with pytest.raises(ValueError, match=r"call shoal\.set_topology"):
             shoal.optim.DistributedWinPutOptimizer(sgd, model, topology=OnePeerExponential(2))
         with pytest.raises(ValueError, match="averaged over all agents, whatever the topology"):
-            shoal.optim.DistributedGradientAllreduceOptimizer(sgd, model, topology=OnePeerExponential(2))
+            shoal.bluefog.DistributedGradientAllreduceOptimizer(sgd, model, topology=OnePeerExponential(2))
 
     fleet(2).run(run)
 

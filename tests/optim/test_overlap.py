@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from support.optimizers import MODEL, SIZE, batch, flat
 
 Fleets = Callable[..., shoal.Fleet]
 
-ATC, GRADIENTS = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedGradientAllreduceOptimizer
+ATC, GRADIENTS = shoal.DecentralizedOptimizer, shoal.bluefog.DistributedGradientAllreduceOptimizer
 LOCAL: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
@@ -168,7 +169,10 @@ def test_methods_that_need_all_gradients_first_are_refused(fleet: Fleets) -> Non
         with pytest.raises(ValueError, match="too early for a GradScaler"):
             scaler.step(optimizer)
         optimizer.close()
-        for make in (shoal.optim.DistributedAdaptWithCombineOptimizer, shoal.optim.DistributedPushSumOptimizer):
+        for make in (
+            partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+            shoal.optim.DistributedPushSumOptimizer,
+        ):
             with pytest.raises(ValueError, match='overlap="backward" is for adapt, then combine'):
                 make(sgd(model), model, overlap="backward")
         with pytest.raises(ValueError, match="overlap='forward'"):
@@ -198,7 +202,7 @@ def test_parameters_are_read_in_place(fleet: Fleets, overlap: str | None) -> Non
 def test_a_parameter_changed_during_the_exchange_is_an_error_and_not_a_failure(fleet: Fleets) -> None:
     def run() -> None:
         model = deepcopy(MODEL)
-        optimizer = shoal.optim.DistributedAdaptWithCombineOptimizer(sgd(model), model)
+        optimizer = shoal.DecentralizedOptimizer(sgd(model), model, shoal.algorithms.GradientDescent(1.0, atc=False))
         loss_of(model, 0).backward()
         if shoal.rank() == 0:
             with torch.no_grad():

@@ -16,7 +16,9 @@ import shoal
 from shoal.compression import QSGD, Cast, Compressor, MinMaxUInt8, Sign, TopK
 from shoal.optim.exchanges import pairwise_exchange
 from shoal.optim.exchanges.pairwise_exchange import PairwiseExchange
+from shoal.windows.window_memory import EDGES
 from support.fault_points import over_both
+from support.leftovers import wait_until
 from support.limits import scaled
 from support.optimizers import LR, MODEL, SIZE, batch, flat
 from support.survivors import CONTINUE
@@ -189,7 +191,7 @@ def test_invalid_combinations_are_refused() -> None:
         shoal.set_topology(nx.DiGraph([(0, 1), (1, 2), (2, 0)]))
         make(deepcopy(MODEL), 0.1).step()
 
-    with pytest.raises(ValueError, match=r"the topology has one-way edges: rank \d hears"):
+    with pytest.raises(ValueError, match=r"the topology has one-way edges: rank \d receives from"):
         shoal.Fleet(3).run(one_way)
     for coarse in (Sign(), TopK(0.01)):
         with pytest.raises(ValueError, match="would send them past each other"):
@@ -265,3 +267,36 @@ def test_a_peer_that_fails_after_it_was_drawn_ends_no_step(monkeypatch: pytest.M
     monkeypatch.setattr(pairwise_exchange.ops, "win_put_nonblocking", refused)
     shoal.Fleet(2, timeout=20.0).run(run)
     assert failed
+
+
+@pytest.mark.transport("network")
+def test_a_peer_that_was_asked_in_vain_is_asked_no_more() -> None:
+    """Its late reply would be taken for the reply to another request, and the mean of all would change."""
+
+    def run() -> list[str]:
+        shoal.set_topology(shoal.topology.RingGraph(2))
+        model, found = start(), list[str]()
+        optimizer = make(model, 0.0, window_prefix="pairs")
+        exchange: Any = optimizer._bucket_exchange
+        exchange.prepare()
+        slot = shoal.windows.named("pairs.0.asks")._part.memory
+        if shoal.rank():
+            with slot.hold([EDGES], -1, time.monotonic() + 10.0):
+                shoal.barrier(timeout=20.0)
+                shoal.barrier(timeout=20.0)
+            assert wait_until(lambda: slot.state(0).puts == 1)  # it arrives after all
+            shoal.barrier(timeout=20.0)
+        else:
+            shoal.barrier(timeout=20.0)
+            with pytest.raises(shoal.DeadlineExceeded, match="win_put"):
+                optimizer.step()
+            assert exchange._silent == {1}
+            shoal.barrier(timeout=20.0)
+            shoal.barrier(timeout=20.0)
+            optimizer.step()
+            found = [str(pairs.asked) for pairs in exchange._pairs.values()]
+        shoal.barrier(timeout=20.0)
+        optimizer.close()
+        return found
+
+    assert shoal.Fleet(2, transport="network", timeout=1.0).run(run) == [["None"], []]

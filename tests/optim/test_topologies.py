@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -20,7 +21,10 @@ from shoal.topology import ChainGraph, ExponentialTwoGraph, OnePeerExponential, 
 from shoal.topology.schedule import Schedule, Static
 
 Fleets = Callable[..., shoal.Fleet]
-ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
+ATC, AWC = (
+    shoal.DecentralizedOptimizer,
+    partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+)
 
 
 def steps_of(make: Any, count: int = 3, **options: Any) -> list[float]:
@@ -59,9 +63,9 @@ def test_a_step_sends_one_message_of_the_size_of_the_model(fleet: Fleets) -> Non
         optimizer = ATC(torch.optim.SGD(model.parameters(), lr=0.0), model)
         model(torch.ones(1, 100)).sum().backward()
         optimizer.step()
-        before = shoal.bytes_sent()
+        before = shoal.observability.bytes_sent()
         optimizer.step()
-        return shoal.bytes_sent() - before
+        return shoal.observability.bytes_sent() - before
 
     assert fleet(8).run(run) == [40_000] * 8
 
@@ -136,7 +140,7 @@ def test_skipped_rounds_are_made_up_later(fleet: Fleets) -> None:
         nn.init.constant_(model.weight, float(shoal.rank()))
         optimizer = ATC(torch.optim.SGD(model.parameters(), lr=0.0), model)
         for step in range(4):
-            kinds = shoal.CommunicationType
+            kinds = shoal.optim.CommunicationType
             optimizer.communication_type = kinds.empty if step % 2 else kinds.neighbor_allreduce
             model(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
             optimizer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from support.optimizers import LR, MODEL, RING, SIZE, batch, flat, gradient
 Fleets = Callable[..., shoal.Fleet]
 Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
 
-ATC, AWC = shoal.optim.DistributedAdaptThenCombineOptimizer, shoal.optim.DistributedAdaptWithCombineOptimizer
+ATC, AWC = (
+    shoal.DecentralizedOptimizer,
+    partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+)
 both_ways = pytest.mark.parametrize("make", [ATC, AWC], ids=["atc", "awc"])
 
 
@@ -161,7 +165,7 @@ def test_clipping_applies_to_the_local_gradients(fleet: Fleets) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
         model = deepcopy(MODEL)
-        optimizer = ATC(sgd(model, lr=1.0), model, communication_type=shoal.CommunicationType.empty)
+        optimizer = ATC(sgd(model, lr=1.0), model, communication_type=shoal.optim.CommunicationType.empty)
         (1000 * loss_of(model, shoal.rank(), 0)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -212,7 +216,7 @@ def test_an_overflow_on_one_agent_skips_its_step_and_not_its_exchange(fleet: Fle
 def test_with_averaged_gradients_an_overflow_counts_as_zero_and_models_stay_equal(fleet: Fleets) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
-        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(sgd(model), model)
+        optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(sgd(model), model)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         loss = loss_of(model, shoal.rank(), 0) * (float("inf") if shoal.rank() == 1 else 1.0)
         scaler.scale(loss).backward()
@@ -250,7 +254,7 @@ def test_autocast_changes_only_the_forward_pass(fleet: Fleets, make: Any) -> Non
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("make", [ATC, shoal.optim.DistributedGradientAllreduceOptimizer], ids=["atc", "gradients"])
+@pytest.mark.parametrize("make", [ATC, shoal.bluefog.DistributedGradientAllreduceOptimizer], ids=["atc", "gradients"])
 def test_gradients_may_be_zeroed_or_set_to_none(fleet: Fleets, make: Any, set_to_none: bool) -> None:
     def run() -> Tensor:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
@@ -364,7 +368,7 @@ def test_sparse_gradients(fleet: Fleets) -> None:
         model = nn.Embedding(6, 2, sparse=True).double()
         with torch.no_grad():
             model.weight.zero_()
-        make = shoal.optim.DistributedGradientAllreduceOptimizer if gradients else ATC
+        make = shoal.bluefog.DistributedGradientAllreduceOptimizer if gradients else ATC
         optimizer = make(sgd(model, lr=1.0), model)
         model(torch.tensor([shoal.rank()])).sum().backward()
         optimizer.step()
@@ -448,7 +452,7 @@ def test_an_unknown_attribute_is_an_error() -> None:
         optimizer = ATC(sgd(model), model)
         with pytest.raises(AttributeError, match=r"no attribute 'sel_weight' to set; there are: self_weight"):
             optimizer.sel_weight = 1.0
-        with pytest.raises(TypeError, match=r"must be a shoal\.CommunicationType"):
+        with pytest.raises(TypeError, match=r"must be a shoal\.optim\.CommunicationType"):
             optimizer.communication_type = "allreduce"
         with pytest.raises(ValueError, match="whole number from 1 on"):
             optimizer.num_steps_per_communication = 0
@@ -666,7 +670,7 @@ def test_one_agent_trains_like_the_plain_optimizer() -> None:
 def test_missing_gradients_count_as_zero(fleet: Fleets) -> None:
     def run() -> Tensor:
         model = deepcopy(MODEL)
-        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(sgd(model), model)
+        optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(sgd(model), model)
         if shoal.rank() == 0:
             loss_of(model, 0, 0).backward()
         optimizer.step()

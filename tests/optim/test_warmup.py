@@ -110,7 +110,7 @@ def test_warm_up_works_on_a_decentralized_optimizer() -> None:
     def run() -> list[float]:
         shoal.set_topology(shoal.topology.RingGraph(4))
         model = torch.nn.Linear(2, 1)
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
+        optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
         scheduler = shoal.optim.Warmup(optimizer, STEPS)
         results = []
         for _ in range(STEPS + 1):

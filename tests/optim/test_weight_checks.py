@@ -23,7 +23,7 @@ Wrap = Callable[..., shoal.DecentralizedOptimizer]
 SIZE = 4
 STAR = with_uniform_weights(shoal.topology.StarGraph(SIZE))
 """Uniform weights: the rows sum to 1, the centre's column does not."""
-KINDS = shoal.CommunicationType
+KINDS = shoal.optim.CommunicationType
 
 
 def make(wrap: Wrap, **options: Any) -> tuple[torch.nn.Module, shoal.DecentralizedOptimizer]:
@@ -48,10 +48,22 @@ def awc(sgd: torch.optim.Optimizer, model: torch.nn.Module, **options: Any) -> s
 SCHEDULED = [
     atc,
     awc,
-    shoal.optim.DistributedAdaptThenCombineOptimizer,
-    shoal.optim.DistributedAdaptWithCombineOptimizer,
-    shoal.optim.DistributedNeighborAllreduceOptimizer,
+    shoal.bluefog.DistributedAdaptThenCombineOptimizer,
+    shoal.bluefog.DistributedAdaptWithCombineOptimizer,
+    shoal.bluefog.DistributedNeighborAllreduceOptimizer,
 ]
+
+
+def test_waived_conditions_may_come_from_a_generator(fleet: Fleets) -> None:
+    """The constructor reads them, and the first round again."""
+
+    def run() -> None:
+        shoal.set_topology(shoal.topology.RingGraph(SIZE, 1))
+        waived = (name for name in ["symmetric", "differences die out"])
+        exact = ExactDiffusion(1.0, lazy=True)
+        one_step(*make(partial(shoal.DecentralizedOptimizer, algorithm=exact), topology="static", unchecked=waived))
+
+    fleet(SIZE).run(run)
 
 
 @pytest.mark.parametrize("wrap", SCHEDULED, ids=lambda one: one.__name__)
@@ -132,8 +144,8 @@ def warnings_of(size: int, function: Callable[[], object], **options: Any) -> li
 STATIC = [
     atc,
     awc,
-    shoal.optim.DistributedAdaptThenCombineOptimizer,
-    shoal.optim.DistributedAdaptWithCombineOptimizer,
+    shoal.bluefog.DistributedAdaptThenCombineOptimizer,
+    shoal.bluefog.DistributedAdaptWithCombineOptimizer,
     shoal.optim.DistributedWinPutOptimizer,
     shoal.optim.DistributedPullGetOptimizer,
 ]
@@ -165,7 +177,7 @@ def test_uniform_weights_that_replace_a_graphs_own_are_named() -> None:
 
 @pytest.mark.parametrize(
     "wrap",
-    [*STATIC, shoal.optim.DistributedPushSumOptimizer, shoal.optim.DistributedAllreduceOptimizer],
+    [*STATIC, shoal.optim.DistributedPushSumOptimizer, shoal.bluefog.DistributedAllreduceOptimizer],
     ids=lambda one: one.__name__,
 )
 def test_the_default_topology_and_rings_cause_no_warning(wrap: Wrap) -> None:
@@ -175,8 +187,8 @@ def test_the_default_topology_and_rings_cause_no_warning(wrap: Wrap) -> None:
 
 def test_methods_that_ignore_the_static_topology_or_are_sound_on_it_cause_no_warning() -> None:
     assert warnings_of(SIZE, lambda: train(shoal.optim.DistributedPushSumOptimizer, STAR)) == []
-    assert warnings_of(SIZE, lambda: train(shoal.optim.DistributedAllreduceOptimizer, STAR)) == []
-    assert warnings_of(SIZE, lambda: train(shoal.optim.DistributedGradientAllreduceOptimizer, STAR)) == []
+    assert warnings_of(SIZE, lambda: train(shoal.bluefog.DistributedAllreduceOptimizer, STAR)) == []
+    assert warnings_of(SIZE, lambda: train(shoal.bluefog.DistributedGradientAllreduceOptimizer, STAR)) == []
     assert warnings_of(SIZE, lambda: train(atc, STAR, communication_type=KINDS.empty)) == []
     assert warnings_of(SIZE, lambda: train(atc, STAR, unchecked="doubly stochastic")) == []
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shoal
+from shoal.windows.window_memory import EDGES
 from support.optimizers import AWC, LR, MODEL, MOMENTUM, RING, SIZE, STEPS, batch, by_hand, flat
 
 Fleets = Callable[..., shoal.Fleet]
@@ -176,6 +177,23 @@ def test_force_barrier_synchronizes_all_agents_before_each_step(fleet: Fleets) -
     assert fleet(3).run(run) == [[3] * 5] * 3
 
 
+def test_destinations_from_a_generator_hold_in_every_round_and_bucket(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        model = torch.nn.ParameterList([torch.full((2,), float(shoal.rank())), torch.full((3,), float(shoal.rank()))])
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = shoal.optim.DistributedWinPutOptimizer(sgd, model, num_groups=2)
+        optimizer.dst_weights = (rank for rank in [1 - shoal.rank()])
+        optimizer.force_barrier = True
+        for _ in range(3):
+            optimizer.step()
+        shoal.barrier()
+        optimizer.close()
+        return flat(model).tolist()
+
+    for found in fleet(2).run(run):
+        assert all(0.0 < one < 1.0 for one in found), found
+
+
 def test_push_sum_refuses_shares_that_do_not_sum_to_one(fleet: Fleets) -> None:
     def run() -> None:
         shoal.set_topology(shoal.topology.RingGraph(SIZE))
@@ -189,6 +207,72 @@ def test_push_sum_refuses_shares_that_do_not_sum_to_one(fleet: Fleets) -> None:
         optimizer.close()
 
     fleet(SIZE).run(run)
+
+
+def test_push_sum_keeps_its_associated_weights_while_the_script_switches_its_own_off(fleet: Fleets) -> None:
+    def run() -> list[float]:
+        shoal.set_topology(nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2)]))
+        model = torch.nn.Linear(3, 1, dtype=torch.float64)
+        start = torch.full((4,), float(shoal.rank()), dtype=torch.float64)
+        torch.nn.utils.vector_to_parameters(start, model.parameters())
+        optimizer = shoal.optim.DistributedPushSumOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        optimizer.step()
+        with shoal.windows.create(torch.ones(2), "own") as own:
+            own.put(self_weight=0.5)
+            shoal.barrier()
+        assert own.p == 1.0  # the optimizer has not turned it on for windows of the script
+        shoal.windows.turn_off_associated_p()
+        for _ in range(100):
+            optimizer.step()
+            shoal.barrier()
+        optimizer.close()
+        return flat(model).tolist()
+
+    for found in fleet(3).run(run):
+        assert found == pytest.approx([1.0] * 4, abs=1e-9)
+
+
+@pytest.mark.parametrize("failing", ["a transfer", "the start of one"])
+def test_a_step_of_push_sum_that_fails_leaves_no_transfer_on_its_way(fleet: Fleets, failing: str) -> None:
+    """A transfer multiplies u when it ends: if the next step has added to u before, that mass is lost."""
+
+    class Failed:
+        def wait(self) -> None:
+            raise shoal.DeadlineExceeded("on purpose")
+
+    def run() -> None:
+        shoal.set_topology(shoal.topology.RingGraph(2))
+        model = torch.nn.Linear(3, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = shoal.optim.DistributedPushSumOptimizer(sgd, model, bucket_bytes=4, window_prefix="sum")
+        exchange: Any = optimizer._bucket_exchange
+        exchange.prepare()
+        slow = "sum.1" if failing == "a transfer" else "sum.0"
+        move, window = exchange._move, shoal.windows.named(slow)
+
+        def move_one(bucket: Any, name: str) -> Any:
+            if name == slow:
+                return move(bucket, name)
+            if failing == "a transfer":
+                return Failed()
+            raise shoal.DeadlineExceeded("on purpose")
+
+        if shoal.rank():
+            with window._part.memory.hold([EDGES], -1, time.monotonic() + 10.0):
+                shoal.barrier()
+                time.sleep(0.3)
+        else:
+            exchange._move = move_one
+            shoal.barrier()
+            with pytest.raises(shoal.DeadlineExceeded, match="on purpose"):
+                optimizer.step()
+            assert window.p == 0.5
+            exchange._move = move
+            optimizer.step()
+        shoal.barrier()
+        optimizer.close()
+
+    fleet(2).run(run)
 
 
 def test_a_state_saved_asynchronously_has_all_of_the_mass_and_the_run_resumes_from_it(fleet: Fleets) -> None:

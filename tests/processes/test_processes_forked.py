@@ -49,7 +49,7 @@ def in_a_child(call: Callable[[], object]) -> str:
 def ask_a_child_while_a_thread_holds_the_lock() -> list[str]:
     """Whatever thread is inside Shoal at a fork is not there in the child to leave it."""
     rank = shoal.rank()
-    handle = shoal.neighbor_allreduce_nonblocking(torch.ones(3), name=f"pending{rank}")  # the other one comes later
+    handle = shoal.nonblocking.neighbor_allreduce(torch.ones(3), name=f"pending{rank}")  # the other one comes later
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -140,7 +140,7 @@ def fork_while_threads_average() -> tuple[list[object], list[str], list[int]]:
         """As often as the others: how often, they agree on by asking."""
         try:
             while True:
-                handle = shoal.neighbor_allreduce_nonblocking(torch.full((numel,), float(shoal.rank())), name=f"x{k}")
+                handle = shoal.nonblocking.neighbor_allreduce(torch.full((numel,), float(shoal.rank())), name=f"x{k}")
                 over = shoal.allreduce(torch.tensor(float(forked.is_set())), name=f"over{k}").item() == 1.0
                 result = handle.wait()
                 assert result[0].item() == result[-1].item() == mean

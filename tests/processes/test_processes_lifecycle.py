@@ -143,7 +143,7 @@ def use_beside_a_process_group() -> tuple[float, float]:
     shoal.init()
     value = average()
     # Both at the same time.
-    handle = shoal.neighbor_allreduce_nonblocking(torch.full((300_000,), float(shoal.rank())), name="beside")
+    handle = shoal.nonblocking.neighbor_allreduce(torch.full((300_000,), float(shoal.rank())), name="beside")
     total = _sum_of_ranks()
     assert handle.wait()[-1].item() == value
     shoal.shutdown()

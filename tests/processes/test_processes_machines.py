@@ -28,7 +28,13 @@ def transports() -> list[str]:
 
 
 def machine() -> tuple[int, int, int, int, bool]:
-    return shoal.machine_size(), shoal.machine_rank(), shoal.local_size(), shoal.local_rank(), shoal.is_homogeneous()
+    return (
+        shoal.bluefog.machine_size(),
+        shoal.bluefog.machine_rank(),
+        shoal.local_size(),
+        shoal.local_rank(),
+        shoal.bluefog.is_homogeneous(),
+    )
 
 
 def listening() -> list[str]:
@@ -83,8 +89,8 @@ def test_machines_of_different_sizes_work_and_have_no_hierarchical_average() -> 
 
 
 def average_by_machines() -> None:
-    shoal.set_machine_topology(shoal.topology.RingGraph(shoal.machine_size()))
-    shoal.hierarchical_neighbor_allreduce(torch.ones(3))
+    shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(shoal.bluefog.machine_size()))
+    shoal.bluefog.hierarchical_neighbor_allreduce(torch.ones(3))
 
 
 @pytest.mark.transport("network")

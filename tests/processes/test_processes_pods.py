@@ -33,7 +33,8 @@ step = checkpoint.load(None, missing_ok=True)
 while True:
     x = shoal.neighbor_allreduce(torch.full((300_000,), float(shoal.rank())))
     there = shoal.allgather(torch.tensor([shoal.rank()])).tolist()
-    print("step", step, "rank", shoal.rank(), "of", shoal.size(), "machine", shoal.machine_rank(), "with", there)
+    machine = shoal.bluefog.machine_rank()
+    print("step", step, "rank", shoal.rank(), "of", shoal.size(), "machine", machine, "with", there)
     stop = shoal.allreduce(torch.tensor([float(Path(sys.argv[1]).exists())]), average=False)
     if stop.item():
         break
@@ -70,7 +71,7 @@ def meet(variables: Mapping[str, str], late: float) -> tuple[int, int, int, floa
     time.sleep(late)
     shoal.init()
     mean = shoal.allreduce(torch.full((1000,), float(shoal.rank())))[-1].item()
-    return shoal.rank(), shoal.size(), shoal.machine_rank(), mean
+    return shoal.rank(), shoal.size(), shoal.bluefog.machine_rank(), mean
 
 
 @pytest.mark.transport("network")

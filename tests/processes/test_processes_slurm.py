@@ -21,7 +21,7 @@ from pathlib import Path
 import torch, shoal
 shoal.init()
 total = shoal.allreduce(torch.full((100_000,), float(shoal.rank())), average=False)
-found = [os.uname().nodename, shoal.size(), shoal.machine_rank(), shoal.local_rank(), total[-1].item()]
+found = [os.uname().nodename, shoal.size(), shoal.bluefog.machine_rank(), shoal.local_rank(), total[-1].item()]
 Path(sys.argv[1], f"{shoal.rank()}.json").write_text(json.dumps(found))
 shoal.shutdown()
 """

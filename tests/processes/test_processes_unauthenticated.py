@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -14,11 +15,10 @@ import pytest
 import torch
 
 import shoal
+from shoal.errors import ProtocolError
 from shoal.transport.acceptor import MOST_UNKNOWN
-from shoal.transport.authentication.handshake import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys
-from shoal.transport.authentication.message_auth import MacSeal
+from shoal.transport.authentication import ANSWER_SIZE, HELLO_SIZE, Connecting, Keys, MacSeal
 from shoal.transport.sockets import GREETING_SECONDS
-from shoal.transport.wire import ProtocolError
 from support.leftovers import wait_until
 from support.limits import scaled
 from support.packets import over_tcp
@@ -190,10 +190,12 @@ def fail_the_claimed_rank(world: World, speak: Callable[[socket.socket, Keys], N
     world.results(average)
     before = world.results(count_of_descriptors, on=[VICTIM])
     [way] = world.results(listener_address, on=[VICTIM])
+    world.kill(CLAIMED, signal.SIGSTOP)  # or it would connect again, and end the false connection before it is read
     sock, keys = way.enter(CLAIMED)
     with sock:
         speak(sock, keys)
         assert is_closed(sock)
+    world.kill(CLAIMED, signal.SIGCONT)
     for one in world.run(average_until_lost, on=[VICTIM, 1]):
         assert (one.error, one.ranks) == ("PeerLost", (CLAIMED,)), f"rank {one.rank}: {one.error}: {one.trace}"
     assert world.results(count_of_descriptors, on=[VICTIM]) <= before

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +15,7 @@ import pytest
 import shoal
 from shoal.rendezvous import bootstrap_barrier, rendezvous
 from support.limits import scaled
-from support.world import World, plain_environment
+from support.world import World, plain_environment, reserved_port
 
 TIMEOUT = 60.0
 """Seconds for what should take two; far below ``SHOAL_TIMEOUT``."""
@@ -25,25 +25,21 @@ def stderr_of(tmp_path: Path, *launchers: tuple[int, int], timeout: float = 300.
     """The output on stderr of launchers of one job, given -n and --node-rank; both must fail."""
     script = tmp_path / "script.py"
     script.write_text("import shoal\nshoal.init()\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    common = [sys.executable, "-m", "shoal", "run", "--nnodes", "2", "--rendezvous", address]
-    jobs = [
-        subprocess.Popen(
-            [*common, "-n", str(count), "--node-rank", str(node), str(script)],
-            env=plain_environment() | {"SHOAL_TIMEOUT": str(timeout)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for count, node in launchers
-    ]
-    try:
+    with reserved_port() as port, contextlib.ExitStack() as ending:
+        common = [sys.executable, "-m", "shoal", "run", "--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}"]
+        jobs = []
+        for count, node in launchers:
+            job = subprocess.Popen(
+                [*common, "-n", str(count), "--node-rank", str(node), str(script)],
+                env=plain_environment() | {"SHOAL_TIMEOUT": str(timeout)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            ending.callback(job.kill)
+            jobs.append(job)
         texts = [job.communicate(timeout=TIMEOUT)[1] for job in jobs]
         assert all(job.returncode == 1 for job in jobs), texts
         return texts
-    finally:
-        for job in jobs:
-            job.kill()
 
 
 @pytest.mark.slow

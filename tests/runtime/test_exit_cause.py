@@ -12,9 +12,9 @@ import torch
 
 import shoal
 from shoal.engine.shutdown import Shutdown
+from shoal.transport.messages import Kind, Message
 from shoal.transport.router import Router
 from shoal.transport.sockets import Outgoing
-from shoal.transport.wire import Kind, Message
 from support.limits import scaled
 
 SIZE = 8

@@ -11,8 +11,10 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -49,7 +51,7 @@ def test_every_run_starts_fresh(fleet: Fleets) -> None:
 
     one = fleet(3)
     one.run(change)
-    results = one.run(lambda: (shoal.bytes_sent(), shoal.topology.IsTopologyEquivalent(*graphs())))
+    results = one.run(lambda: (shoal.observability.bytes_sent(), shoal.topology.IsTopologyEquivalent(*graphs())))
     assert results == [(0, True)] * 3
 
 
@@ -529,3 +531,42 @@ def test_agents_own_generators_repeat_in_threads() -> None:
     results = shoal.Fleet(3).run(draw)
     assert results == shoal.Fleet(3).run(draw)
     assert results[0] != results[1]
+
+
+def test_a_thread_that_an_agent_starts_is_told_how_to_belong_to_it(fleet: Fleets) -> None:
+    """With init() it would become an agent of its own, and its averages would be of itself alone."""
+
+    def run() -> tuple[str, int]:
+        found: list[Any] = []
+
+        def unbound() -> None:
+            try:
+                shoal.allreduce(torch.ones(1))
+            except shoal.NotInitialized as error:
+                found.append(str(error))
+
+        bound = shoal.Fleet.bind(lambda: found.append(shoal.rank()))
+        for target in (unbound, bound):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+        return found[0], found[1]
+
+    for rank, (message, own) in enumerate(fleet(2).run(run)):
+        assert "shoal.Fleet.bind(function)" in message and own == rank
+
+
+def test_init_in_a_thread_of_a_fleets_process_warns(fleet: Fleets) -> None:
+    def run() -> list[str]:
+        def begin() -> None:
+            shoal.init()
+            shoal.shutdown()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            thread = threading.Thread(target=begin)
+            thread.start()
+            thread.join()
+        return [str(one.message) for one in caught]
+
+    assert any("shoal.Fleet.bind" in text for text in fleet(1).run(run)[0])

@@ -23,9 +23,9 @@ def where_am_i() -> tuple[int, ...]:
         shoal.size(),
         shoal.local_rank(),
         shoal.local_size(),
-        shoal.machine_rank(),
-        shoal.machine_size(),
-        int(shoal.is_homogeneous()),
+        shoal.bluefog.machine_rank(),
+        shoal.bluefog.machine_size(),
+        int(shoal.bluefog.is_homogeneous()),
     )
 
 
@@ -51,8 +51,8 @@ def test_a_last_machine_with_fewer_agents_makes_the_fleet_inhomogeneous(fleet: F
 
 def test_the_variable_for_agents_per_machine_is_read_at_init(fleet: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_AGENTS_PER_MACHINE", "2")
-    assert fleet(4).run(shoal.machine_size) == [2] * 4
-    assert fleet(4, agents_per_machine=4).run(shoal.machine_size) == [1] * 4
+    assert fleet(4).run(shoal.bluefog.machine_size) == [2] * 4
+    assert fleet(4, agents_per_machine=4).run(shoal.bluefog.machine_size) == [1] * 4
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
@@ -89,9 +89,9 @@ def test_init_starts_with_the_unweighted_exponential_graph(fleet: Fleets) -> Non
     def run() -> tuple[bool, bool, bool, object, list[int], list[int]]:
         return (
             shoal.topology.IsTopologyEquivalent(shoal.load_topology(), shoal.topology.ExponentialTwoGraph(6)),
-            shoal.is_topo_weighted(),
-            shoal.is_machine_topo_weighted(),
-            shoal.load_machine_topology(),
+            shoal.bluefog.is_topo_weighted(),
+            shoal.bluefog.is_machine_topo_weighted(),
+            shoal.bluefog.load_machine_topology(),
             shoal.in_neighbor_ranks(),
             shoal.out_neighbor_ranks(),
         )
@@ -106,7 +106,7 @@ def test_init_accepts_a_function_from_the_size_to_a_graph(fleet: Fleets) -> None
         shoal.init(shoal.topology.RingGraph, is_weighted=True)
         return shoal.topology.IsTopologyEquivalent(
             shoal.load_topology(), shoal.topology.RingGraph(5)
-        ), shoal.is_topo_weighted()
+        ), shoal.bluefog.is_topo_weighted()
 
     assert fleet(5).run(run) == [(True, True)] * 5
 
@@ -117,22 +117,22 @@ def test_a_second_init_keeps_the_users_settings(fleet: Fleets) -> None:
     def run() -> tuple[list[int], bool, list[str], float]:
         graph = shoal.topology.RingGraph(4, connect_style=2)
         shoal.set_topology(graph, is_weighted=True)
-        shoal.set_machine_topology(shoal.topology.FullyConnectedGraph(1))
+        shoal.bluefog.set_machine_topology(shoal.topology.FullyConnectedGraph(1))
         shoal.init()
-        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.is_topo_weighted()
+        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.bluefog.is_topo_weighted()
         x = torch.tensor(float(shoal.rank()))
         shoal.bluefog.win_create(x, "x")
         shoal.init()
-        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.is_topo_weighted()
+        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.bluefog.is_topo_weighted()
         shoal.init(lambda size: shoal.topology.RingGraph(size, connect_style=2), is_weighted=True)  # what is set
-        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.load_machine_topology() is not None
+        assert nx.utils.graphs_equal(shoal.load_topology(), graph) and shoal.bluefog.load_machine_topology() is not None
         shoal.bluefog.win_put(x, "x")
         shoal.barrier()
         value = shoal.bluefog.win_update("x", 0.0, {shoal.in_neighbor_ranks()[0]: 1.0}, clone=True).item()
         shoal.barrier()
         return (
             shoal.in_neighbor_ranks(),
-            shoal.is_topo_weighted(),
+            shoal.bluefog.is_topo_weighted(),
             shoal.bluefog.get_current_created_window_names(),
             value,
         )
@@ -173,6 +173,18 @@ def test_a_second_init_with_an_invalid_topology_is_refused_and_changes_nothing(
     assert fleet(4).run(run) == [[(rank - 1) % 4] for rank in range(4)]
 
 
+def test_a_schedule_as_static_topology_is_refused_with_the_places_that_take_one(fleet: Fleets) -> None:
+    schedule = shoal.topology.OnePeerExponential(4)
+
+    def run() -> list[int]:
+        for set_it in (shoal.set_topology, shoal.bluefog.set_machine_topology, lambda it: shoal.init(lambda _: it)):
+            with pytest.raises(TypeError, match=r"one-peer exponential .* is a schedule.*topology= .*\.mixing\(round"):
+                set_it(schedule)
+        return shoal.in_neighbor_ranks()
+
+    assert fleet(4).run(run) == [sorted([(rank - 2) % 4, (rank - 1) % 4]) for rank in range(4)]
+
+
 def test_init_after_shutdown_starts_with_the_default_topology(fleet: Fleets) -> None:
     def run() -> list[int]:
         shoal.set_topology(shoal.topology.RingGraph(8, connect_style=2))
@@ -191,12 +203,12 @@ def test_load_topology_returns_the_graph_that_was_set(fleet: Fleets) -> None:
     def run() -> None:
         assert shoal.set_topology(graph, is_weighted=True) is True
         assert shoal.load_topology() is graph
-        assert shoal.is_topo_weighted()
+        assert shoal.bluefog.is_topo_weighted()
         assert shoal.set_topology(graph) is True
-        assert not shoal.is_topo_weighted()
-        assert shoal.set_machine_topology(machines, True) is True
-        assert shoal.load_machine_topology() is machines
-        assert shoal.is_machine_topo_weighted()
+        assert not shoal.bluefog.is_topo_weighted()
+        assert shoal.bluefog.set_machine_topology(machines, True) is True
+        assert shoal.bluefog.load_machine_topology() is machines
+        assert shoal.bluefog.is_machine_topo_weighted()
         assert shoal.set_topology() is True  # nothing given: the exponential graph
         assert shoal.topology.IsTopologyEquivalent(shoal.load_topology(), shoal.topology.ExponentialTwoGraph(4))
 
@@ -227,9 +239,9 @@ def test_neighbours_exclude_self_and_follow_the_direction_of_edges(fleet: Fleets
 
 def test_machine_neighbours_are_machines(fleet: Fleets) -> None:
     def run() -> tuple[list[int], ...]:
-        before = shoal.in_neighbor_machine_ranks(), shoal.out_neighbor_machine_ranks()
-        shoal.set_machine_topology(shoal.topology.RingGraph(3, connect_style=2))
-        return (*before, shoal.in_neighbor_machine_ranks(), shoal.out_neighbor_machine_ranks())
+        before = shoal.bluefog.in_neighbor_machine_ranks(), shoal.bluefog.out_neighbor_machine_ranks()
+        shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(3, connect_style=2))
+        return (*before, shoal.bluefog.in_neighbor_machine_ranks(), shoal.bluefog.out_neighbor_machine_ranks())
 
     results = fleet(6, agents_per_machine=2).run(run)
     assert results == [([], [], [(rank // 2 - 1) % 3], [(rank // 2 + 1) % 3]) for rank in range(6)]
@@ -238,7 +250,7 @@ def test_machine_neighbours_are_machines(fleet: Fleets) -> None:
 def test_setting_a_topology_before_init_is_false_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "shoal"):
         assert shoal.set_topology(shoal.topology.RingGraph(2)) is False
-        assert shoal.set_machine_topology(shoal.topology.RingGraph(2)) is False
+        assert shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(2)) is False
     assert caplog.text.count("before shoal.init()") == 2
 
 
@@ -270,7 +282,7 @@ def test_membership_starts_with_all_agents_and_its_epoch_changes_with_a_departur
     departed, both = threading.Event(), threading.Barrier(2)
 
     def run() -> None:
-        view = shoal.membership()
+        view = shoal.observability.membership()
         assert view.alive == (0, 1, 2)
         assert (view.left, view.died) == ((), {})
         shoal.barrier()
@@ -279,8 +291,8 @@ def test_membership_starts_with_all_agents_and_its_epoch_changes_with_a_departur
             departed.set()
             return
         assert departed.wait(10)
-        assert wait_until(lambda: 1 not in shoal.membership().alive)
-        later = shoal.membership()
+        assert wait_until(lambda: 1 not in shoal.observability.membership().alive)
+        later = shoal.observability.membership()
         assert later.epoch > view.epoch
         assert (later.alive, later.left, later.died) == ((0, 2), (1,), {})
         assert view.alive == (0, 1, 2)
@@ -293,8 +305,8 @@ def test_events_report_the_engines_actions_until_unsubscribed(fleet: Fleets) -> 
     both = threading.Barrier(2)
 
     def run() -> list[tuple[str, int, int]]:
-        seen: list[shoal.Event] = []
-        unsubscribe = shoal.events().subscribe(seen.append)
+        seen: list[shoal.observability.Event] = []
+        unsubscribe = shoal.observability.events().subscribe(seen.append)
         both.wait(10)  # or the other agent's message could come before the subscription
         shoal.neighbor_allreduce(torch.ones(5000), "watched")
         unsubscribe()
@@ -314,11 +326,11 @@ def test_events_report_the_engines_actions_until_unsubscribed(fleet: Fleets) -> 
 def test_a_listener_that_raises_is_logged_once_and_has_no_other_effect(
     fleet: Fleets, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: shoal.Event) -> None:
+    def fail(_: shoal.observability.Event) -> None:
         raise ZeroDivisionError("of the test")
 
     def run() -> list[float]:
-        shoal.events().subscribe(fail)
+        shoal.observability.events().subscribe(fail)
         return [shoal.allreduce(torch.tensor(1.0)).item() for _ in range(3)]
 
     assert fleet(2).run(run) == [[1.0] * 3] * 2
@@ -327,9 +339,9 @@ def test_a_listener_that_raises_is_logged_once_and_has_no_other_effect(
 
 def test_empty_returns_memory_suitable_for_out(fleet: Fleets) -> None:
     def run() -> float:
-        out = shoal.empty(300, 400)
+        out = shoal.windows.empty(300, 400)
         assert (out.shape, out.dtype) == ((300, 400), torch.float32)
-        assert shoal.empty(2, dtype=torch.int64).dtype == torch.int64
+        assert shoal.windows.empty(2, dtype=torch.int64).dtype == torch.int64
         return shoal.allreduce(torch.ones(300, 400), out=out).mean().item()
 
     assert fleet(2).run(run) == [1.0, 1.0]
@@ -356,15 +368,15 @@ def test_without_a_launcher_every_operation_works_on_a_single_agent() -> None:
         for result in (
             shoal.neighbor_allreduce(x),
             shoal.neighbor_allreduce(x, 1.0, {}, {}),
-            shoal.hierarchical_neighbor_allreduce(x),
+            shoal.bluefog.hierarchical_neighbor_allreduce(x),
             shoal.allreduce(x),
             shoal.allreduce(x, average=False),
             shoal.allreduce(x, is_hierarchical_local=True),
             shoal.broadcast(x, 0),
             shoal.allgather(x),
-            shoal.allreduce_(x.clone()),
-            shoal.broadcast_(x.clone(), 0),
-            shoal.wait(shoal.neighbor_allreduce_nonblocking(x)),
+            shoal.bluefog.allreduce_(x.clone()),
+            shoal.bluefog.broadcast_(x.clone(), 0),
+            shoal.bluefog.wait(shoal.nonblocking.neighbor_allreduce(x)),
         ):
             assert result.tolist() == kept
             assert result.data_ptr() != x.data_ptr()
@@ -374,8 +386,8 @@ def test_without_a_launcher_every_operation_works_on_a_single_agent() -> None:
         assert shoal.bluefog.InferSourceFromDestinationRanks([]) == []
         model = torch.nn.Linear(2, 2)
         shoal.broadcast_parameters(model.state_dict())
-        shoal.allreduce_parameters(model.parameters())
-        shoal.broadcast_optimizer_state(torch.optim.Adam(model.parameters()))
+        shoal.bluefog.allreduce_parameters(model.parameters())
+        shoal.bluefog.broadcast_optimizer_state(torch.optim.Adam(model.parameters()))
         shoal.barrier()
         for graph in (
             shoal.topology.RingGraph(1),

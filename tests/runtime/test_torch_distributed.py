@@ -23,7 +23,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 def optimizer() -> None:
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model).close()
+    shoal.DecentralizedOptimizer(sgd, model).close()
 
 
 def test_init_warns_once_if_failures_are_survived(process_group: None, monkeypatch: pytest.MonkeyPatch) -> None:

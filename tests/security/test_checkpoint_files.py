@@ -118,8 +118,8 @@ def test_a_path_from_rank_0_cannot_leave_the_folder(
     def lie(rank: int, what: str, ask: Callable[[], object], timeout: float | None) -> object:
         result = honest(rank, what, ask, timeout)
         if what == "checkpoint.find":
-            return {"found": [(name, {"step": 1, "agents": 2, "parts": ["model"]})], "steps": [1]}
-        return name if what == "checkpoint.name" else result
+            return {"found": [(name, {"step": 1, "agents": 2, "parts": ["model"]})], "steps": [1], "parts": ["model"]}
+        return [name, "model"] if what == "checkpoint.name" else result
 
     monkeypatch.setattr(module, "from_one_agent", lie)  # as if rank 0 had said it
 

@@ -18,8 +18,8 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "push": lambda x: shoal.neighbor_allreduce(x, 0.5, None, {(shoal.rank() + 1) % 3: 0.5}, name="weights"),
     "allreduce": lambda x: shoal.allreduce(x, name="weights"),
     "gather": lambda x: shoal.neighbor_allgather(x, name="weights"),
-    "hierarchical": lambda x: shoal.hierarchical_neighbor_allreduce(x, name="weights"),
-    "alone": lambda x: shoal.neighbor_allreduce_nonblocking(x, name="weights").wait(),
+    "hierarchical": lambda x: shoal.bluefog.hierarchical_neighbor_allreduce(x, name="weights"),
+    "alone": lambda x: shoal.nonblocking.neighbor_allreduce(x, name="weights").wait(),
 }
 
 
@@ -54,7 +54,7 @@ def test_of_a_fused_message_only_the_non_finite_tensor_fails(fleet: Fleets) -> N
         handles = []
         for k in range(6):
             x = torch.full((4,), math.nan if (shoal.rank(), k) == (CULPRIT, 3) else float(k))
-            handles.append(shoal.neighbor_allreduce_nonblocking(x, name=f"layer{k}"))
+            handles.append(shoal.nonblocking.neighbor_allreduce(x, name=f"layer{k}"))
         reported = []
         for k, handle in enumerate(handles):
             try:
@@ -94,7 +94,7 @@ def test_integers_and_metrics_are_not_checked(fleet: Fleets) -> None:
 def test_training_stops_before_the_parameters_become_non_finite(fleet: Fleets, overlap: Any) -> None:
     def run() -> tuple[bool, str]:
         model = torch.nn.Linear(40, 40)
-        optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(
+        optimizer = shoal.DecentralizedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), model, topology="static", overlap=overlap
         )
         error_texts = ""

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.transport.authentication.handshake import Keys
-from shoal.transport.incoming import Incoming
+from shoal.transport.authentication import Keys
 from shoal.transport.link import Published
+from shoal.transport.messages import Kind, Message
 from shoal.transport.network_link import NetworkIncoming, NetworkLink
 from shoal.transport.shared_memory import SharedMemoryIncoming, SharedMemoryLink
 from shoal.transport.shared_regions import Arena, ResultPool
-from shoal.transport.sockets import Outgoing
-from shoal.transport.wire import Kind, Message
+from shoal.transport.sockets import Incoming, Outgoing
 
 KEYS = Keys(b"what goes there", b"what comes back")
 NOTHING: Any = SimpleNamespace(hello=b"", add=lambda *_: None, remove=lambda *_: None, modify=lambda *_: None)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import shoal
+from shoal.errors import ProtocolError
 from shoal.runtime.agent import current
 from shoal.transport import quotas
+from shoal.transport.messages import Kind, Message, Payload, Where
 from shoal.transport.shared_memory import SharedMemoryLink
 from shoal.transport.shared_regions import Arena, PeerMemory
-from shoal.transport.wire import Kind, Message, Payload, ProtocolError, Where
 from support.leftovers import descriptors, wait_until
 
 Fleets = Callable[..., shoal.Fleet]
@@ -87,18 +88,18 @@ def loss(fleet: shoal.Fleet, messages: Callable[[], Iterator[Message]]) -> list[
         return str(caught.value)
 
     victim, other, _ = fleet.run(run)
-    assert "budget" in victim
+    assert "quota" in victim
     return [victim, other]
 
 
 def test_a_peer_that_exceeds_the_early_message_quota_fails(fleet: Fleets, small_quotas: None) -> None:
     [output, _] = loss(fleet(3), lambda: (early(k) for k in range(FEW + 10)))
-    assert f"its budget of {FEW} messages that came before this agent's call" in output
+    assert f"its quota of {FEW} messages that came before this agent's call" in output
 
 
 def test_a_peer_that_exceeds_the_query_quota_fails(fleet: Fleets, small_quotas: None) -> None:
     [output, _] = loss(fleet(3), lambda: (question(k) for k in range(FEW + 10)))
-    assert f"its budget of {FEW} questions" in output
+    assert f"its quota of {FEW} questions" in output
 
 
 def test_a_repeated_message_or_query_counts_once(fleet: Fleets, small_quotas: None) -> None:
@@ -143,7 +144,7 @@ def test_shared_memory_of_the_sender_counts_against_no_quota(monkeypatch: pytest
         shoal.barrier()
         if shoal.rank() == VICTIM:
             time.sleep(0.2)
-        handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(100_000), name=f"large {k}") for k in range(5)]
+        handles = [shoal.nonblocking.neighbor_allreduce(torch.ones(100_000), name=f"large {k}") for k in range(5)]
         return sum(handle.wait()[0].item() for handle in handles)
 
     assert shoal.Fleet(2, transport="shared_memory", timeout=20.0).run(run) == [5.0, 5.0]
@@ -160,7 +161,7 @@ def test_a_quota_is_released_when_the_calls_have_been_made(fleet: Fleets, small_
             if shoal.rank() == VICTIM:
                 time.sleep(0.03)  # and it is asked, too
             names = [f"{step}.{part}" for part in range(FEW // 2)]
-            handles = [shoal.neighbor_allreduce_nonblocking(torch.ones(5000), name=name) for name in names]
+            handles = [shoal.nonblocking.neighbor_allreduce(torch.ones(5000), name=name) for name in names]
             for handle in handles:
                 assert handle.wait()[0].item() == 1.0
         with engine.lock:
@@ -182,7 +183,7 @@ def test_ten_thousand_calls_to_a_late_agent_stay_within_the_quota(fleet: Fleets,
         if shoal.rank() == VICTIM:
             time.sleep(0.3)
         x = torch.ones(numel)
-        handles = [shoal.neighbor_allreduce_nonblocking(x) for _ in range(count)]
+        handles = [shoal.nonblocking.neighbor_allreduce(x) for _ in range(count)]
         return sum(handle.wait()[0].item() for handle in handles)
 
     assert fleet(2, timeout=120.0).run(run) == [count, count]
@@ -206,7 +207,7 @@ def test_memory_shared_twice_is_released(lockable: bool) -> None:
         yield question(0)
 
     before = len(descriptors())
-    with pytest.raises(AssertionError, match="shared twice"):  # it is no budget
+    with pytest.raises(AssertionError, match="shared twice"):  # it is no quota
         loss(shoal.Fleet(3, transport="shared_memory", timeout=20.0), messages)
     assert wait_until(lambda: len(descriptors()) <= before)
 
@@ -218,11 +219,11 @@ def test_memory_files_and_windows_of_a_peer_count_against_the_quota(monkeypatch:
     arena, memory = Arena(), PeerMemory()
     fd = arena.allocate(300_000).segment.fd
     memory.add(1, os.dup(fd), lockable=True)
-    with pytest.raises(ProtocolError, match="budget of 1 windows"):
+    with pytest.raises(ProtocolError, match="quota of 1 windows"):
         memory.add(2, os.dup(fd), lockable=True)
     for ident in (2, 3):
         memory.add(ident, os.dup(fd))
-    with pytest.raises(ProtocolError, match="budget of 3 memory files"):
+    with pytest.raises(ProtocolError, match="quota of 3 memory files"):
         memory.add(4, os.dup(fd))
     memory.forget(1)
     memory.add(4, os.dup(fd), lockable=True)

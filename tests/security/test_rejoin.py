@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 import shoal
+from shoal.errors import ProtocolError
 from shoal.rendezvous.bootstrap_barrier import DIRECTORY
 from shoal.rendezvous.launch import Launch
 from shoal.rendezvous.peer_directory import PeerDirectory, _proof, _verified_peer, add_to_directory, directory
 from shoal.rendezvous.store import ThreadStore
-from shoal.transport.authentication.handshake import QUESTION, REVERSED, Accepting, Connecting
+from shoal.transport.acceptor import ENTRY, BufferingReceiver
+from shoal.transport.authentication import QUESTION, REVERSED, Accepting, Connecting
+from shoal.transport.messages import Kind, Message
 from shoal.transport.peer_address import Endpoint, local_peer_id
-from shoal.transport.pending_peers import ENTRY, BufferingReceiver
 from shoal.transport.quotas import MESSAGES
-from shoal.transport.wire import Kind, Message, ProtocolError
 
 SECRET = "a secret that nobody writes down"
 SIZE = 3
@@ -130,7 +131,7 @@ def test_messages_of_pending_peers_are_buffered_in_order_within_a_quota() -> Non
     other = BufferingReceiver(received)
     for _ in range(MESSAGES):
         other.on_message(1, Message(Kind.DATA, "a", "a"))
-    with pytest.raises(ProtocolError, match="budget"):
+    with pytest.raises(ProtocolError, match="quota"):
         other.on_message(1, Message(Kind.DATA, "a", "a"))
 
 

@@ -105,7 +105,7 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_encoded_values_are_decoded_equally(value: Any) -> None:
     assert same(read(write(value)), value)
 
@@ -139,14 +139,14 @@ def spoil_and_read(value: Any, chance: random.Random) -> None:
 
 
 @given(values, st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_corrupt_bytes_are_refused_or_give_a_plain_value(value: Any, chance: random.Random) -> None:
     spoil_and_read(value, chance)
 
 
 @pytest.mark.soak
 @given(values, st.randoms(use_true_random=False))
-@settings(max_examples=12_500, deadline=None)
+@settings(max_examples=12_500)
 def test_a_hundred_thousand_corrupt_messages_are_refused_or_give_a_plain_value(
     value: Any, chance: random.Random
 ) -> None:

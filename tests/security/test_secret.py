@@ -113,7 +113,7 @@ CHANGES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], object]]] = {
     "another's": ("endpoint/all", lambda all_: all_[1].update(all_[2])),
     "exchanged": ("endpoint/all", lambda all_: all_.insert(1, all_.pop(2))),
     "one more": ("endpoint/all", lambda all_: all_.append(all_[1])),
-    "place": ("place/all", lambda all_: all_[1]["said"]["place"].update(pid=1)),
+    "place": ("place/all", lambda all_: all_[1]["data"]["place"].update(pid=1)),
 }
 
 

@@ -293,3 +293,27 @@ def test_the_process_of_the_store_does_not_import_torch(served: tuple[int, int])
     assert client(port).get("shoal/claimed") == b"0 nobody"
     assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
     os.kill(pid, signal.SIGTERM)
+
+
+def test_a_client_that_sets_the_key_for_which_it_waits_and_leaves_does_not_end_the_server(
+    served: tuple[int, int],
+) -> None:
+    """Its late answer is sent in the middle of its own request, and may find the connection closed."""
+
+    def text(value: bytes) -> bytes:
+        return struct.pack("=Q", len(value)) + value
+
+    port, pid = served
+    for pairs in (1, 3, 3000):
+        requests = [
+            part
+            for number in range(pairs)
+            for key in [b"/k%d" % number]
+            for part in (b"\x06" + struct.pack("=Q", 1) + text(key), b"\x01" + text(key) + text(b"v"))
+        ]
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(VALIDATE + b"".join(requests))
+        one = client(port)
+        one.set("key", f"{pairs}")
+        assert one.get("key") == f"{pairs}".encode()
+    assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

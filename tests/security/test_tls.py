@@ -22,12 +22,12 @@ import torch
 
 import shoal
 from shoal.cli import certificates, doctor, main
+from shoal.errors import ProtocolError
 from shoal.fault_tolerance.partition import PeerProbe
 from shoal.rendezvous.store import ThreadStore
 from shoal.runtime.agent import current
-from shoal.transport.authentication.handshake import HELLO_SIZE, REFUSED, Connecting
-from shoal.transport.authentication.tls import Certificates
-from shoal.transport.wire import ProtocolError
+from shoal.transport.authentication import HELLO_SIZE, REFUSED, Connecting
+from shoal.transport.tls import Certificates
 from support.closed_ports import closed_ports
 from support.leftovers import wait_until
 from support.limits import scaled
@@ -71,7 +71,7 @@ def everything() -> list[torch.Tensor]:
     ]
     for shape in SHAPES:
         results.append(shoal.neighbor_allreduce(sample(shoal.rank(), shape, torch.float32)))
-        handles = [shoal.allreduce_nonblocking(sample(step, shape, torch.float64)) for step in range(5)]
+        handles = [shoal.nonblocking.allreduce(sample(step, shape, torch.float64)) for step in range(5)]
         results += [handle.wait() for handle in handles]
     x = sample(shoal.rank(), (300_000,), torch.float32)
     shoal.bluefog.win_create(x, "x", zero_init=True)

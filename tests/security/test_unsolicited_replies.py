@@ -9,7 +9,7 @@ import torch
 
 import shoal
 from shoal.runtime.agent import current
-from shoal.transport.wire import Kind, Message
+from shoal.transport.messages import Kind, Message
 
 Fleets = Callable[..., shoal.Fleet]
 
@@ -24,7 +24,7 @@ def test_memory_that_others_read_is_not_released_by_a_third_agents_message(fleet
         x = torch.full((70_000,), 1.0)
         results = []
         for step in range(4):
-            handle = shoal.neighbor_allreduce_nonblocking(x + step, name="large")
+            handle = shoal.nonblocking.neighbor_allreduce(x + step, name="large")
             if shoal.rank() == 0:
                 with engine.lock:
                     others = {token for token, sent in engine.sender._unacknowledged.items() if sent.receiver == 1}

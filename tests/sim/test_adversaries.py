@@ -21,7 +21,8 @@ from shoal.algorithms import (
     RobustMixing,
     run,
 )
-from shoal.ops.robust import Robust
+from shoal.algorithms.runs.conditions import Conditions
+from shoal.ops.robust_rules import Robust
 from shoal.sim import (
     Adversary,
     ALittleIsEnough,
@@ -217,3 +218,15 @@ def test_unsupported_rules_and_adversaries_are_refused() -> None:
             fleet.run(GradientTracking(0.1), x, lambda x: x, 1, adversary=SignFlip(ranks))
     with pytest.raises(ValueError, match="no z hides 7 of 8"):
         ALittleIsEnough(tuple(range(7))).deviations(8)
+
+
+def test_an_adversary_is_refused_beside_conditions() -> None:
+    with pytest.raises(ValueError, match="give it without conditions"):
+        StackedFleet(FullyConnectedGraph(3)).run(
+            GradientDescent(0.1),
+            torch.zeros(2),
+            lambda x: x,
+            1,
+            adversary=SignFlip((0,), 2.0),
+            conditions=Conditions(),
+        )

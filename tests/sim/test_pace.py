@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.algorithms import Algorithm, Gradient, GradientDescent, GradientTracking, Mix
+from shoal.algorithms import Algorithm, Gradient, GradientDescent, GradientTracking, LocalSteps, Mix
 from shoal.netmodel import Link, Network, direct_allreduce, hierarchical_allreduce, rounds_of, simulate, tree_allreduce
 from shoal.sim import StackedFleet, pace
+from shoal.topology import between_machines, inside_machines
+from shoal.topology.families.compose import Alternating as by_turns
 from shoal.topology.families.one_peer import OnePeerExponential, RandomMatchings, ShiftOne
 from shoal.topology.families.static import exponential, ring
 from shoal.topology.mixing import Mixing
@@ -222,3 +224,16 @@ def test_a_long_run_is_not_simulated_to_its_end(monkeypatch: pytest.MonkeyPatch)
     result = ends(clock(ring(16), NETWORKS["alike"], 500))
     assert played == [4]
     assert result[-1] == pytest.approx(500 * NIC.seconds(NBYTES, 2))
+
+
+def test_local_steps_take_the_time_of_the_rounds_in_which_they_exchange() -> None:
+    """Every second step exchanges: with rounds inside machines and between them by turns, in both."""
+    fast, slow = Link(latency=0.0, bandwidth=1e12), Link(latency=0.0, bandwidth=1e6)
+    inside, between = inside_machines(ShiftOne(2), 2), between_machines(ShiftOne(2), 2)
+    for schedules in ([inside, between], [between, inside]):
+        fleet = StackedFleet(by_turns(schedules), agents_per_machine=2)
+        x = torch.zeros(250_000)
+        network = Network(4, slow, 2, fast)
+        every = fleet.run(GradientDescent(0.1), x, lambda x: x * 0, 8, network=network)
+        second = fleet.run(LocalSteps(GradientDescent(0.1), 2), x, lambda x: x * 0, 16, network=network)
+        assert second.seconds == pytest.approx(every.seconds)

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from shoal.algorithms import GradientDescent, GradientTracking
+import shoal
+from shoal.algorithms import GradientDescent, GradientTracking, run
 from shoal.algorithms.schedule_weights import ScheduleWeights
-from shoal.sim import StackedFleet, StackedMix, per_agent, products
+from shoal.sim import StackedFleet, StackedMix, mixing_products, per_agent
 from shoal.topology.families import equitopo, graphs
 from shoal.topology.families.one_peer import OnePeerExponential, OnePeerHypercube, RandomMatchings, ShiftOne
 from shoal.topology.families.static import Circulant, exponential, ring, symmetric_exponential
+from shoal.topology.mixing import with_metropolis_hastings_weights
 from shoal.topology.schedule import Schedule, Static, as_schedule
-from shoal.topology.weights import with_metropolis_hastings_weights
 from support.least_squares import DIMENSION, SIZE, loss, problem
 
 SHIFTS = [
@@ -89,13 +90,13 @@ def test_blocks_do_not_change_the_result(topology: nx.Graph | Schedule, monkeypa
     x = torch.randn(as_schedule(topology).size, 3)
     full = StackedMix(topology)(x)
     for rows in (1, 2, 3, 5):
-        monkeypatch.setattr(products, "_BLOCK_BYTES", rows * x[0].nbytes)
+        monkeypatch.setattr(mixing_products, "_BLOCK_BYTES", rows * x[0].nbytes)
         assert torch.equal(StackedMix(topology)(x), full)
 
 
 @pytest.mark.parametrize("topology", [*SHIFTS, *PAIRS], ids=name_of)
 def test_shifts_and_pairs_use_no_sparse_product(topology: nx.Graph | Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(products, "_sparse")
+    monkeypatch.delattr(mixing_products, "_sparse")
     mix = StackedMix(topology)
     mix(torch.ones(mix.size, 2))
 
@@ -108,7 +109,7 @@ def test_numbers_that_are_exact_in_binary_stay_exact(weights: tuple[float, float
 
 
 def test_a_graph_is_recognised_as_shifts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(products, "_sparse")
+    monkeypatch.delattr(mixing_products, "_sparse")
     x = torch.randn(16, 3, dtype=torch.float64)
     result, expected = StackedMix(graphs.ExponentialTwoGraph(16))(x), StackedMix(exponential(16))(x)
     assert (result - expected).abs().max() < 1e-14
@@ -165,6 +166,21 @@ def test_the_input_need_not_be_contiguous() -> None:
     x = torch.randn(3, 15, dtype=torch.float64).mT
     for topology in (ring(15), RandomMatchings(15), IRREGULAR[2]):
         assert torch.equal(StackedMix(topology)(x), StackedMix(topology)(x.contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "text"),
+    [
+        ([0.0, 1.0], TypeError, r"x is a list: pass a tensor"),
+        (torch.tensor(1.0), ValueError, r"no dimension.*\[d\]"),
+    ],
+)
+def test_initial_values_that_are_no_vector_are_refused(x: Any, error: type[Exception], text: str) -> None:
+    """In a simulation, and on a real agent."""
+    with pytest.raises(error, match=text):
+        StackedFleet(graphs.RingGraph(2)).run(GradientDescent(0.1), x, torch.zeros_like, 1)
+    with pytest.raises(error, match=text):
+        shoal.Fleet(2).run(run, GradientDescent(0.1), x, torch.zeros_like, graphs.RingGraph(2), 1)
 
 
 @pytest.mark.parametrize("shape", [[16], [15, 3], [3, 16], []])
@@ -311,9 +327,9 @@ def test_a_small_sparse_product_has_one_thread_and_the_bits_of_two(
     with_threads, result, seen = torch.get_num_threads(), [], list[int]()
     try:
         torch.set_num_threads(2)
-        for limit in (products._ONE_THREAD, 0):
-            monkeypatch.setattr(products, "_ONE_THREAD", limit)
-            multiply, out = products.product(weights, "mix", dtype, x.device), torch.empty_like(x)
+        for limit in (mixing_products._ONE_THREAD, 0):
+            monkeypatch.setattr(mixing_products, "_ONE_THREAD", limit)
+            multiply, out = mixing_products.product(weights, "mix", dtype, x.device), torch.empty_like(x)
             with _Counting(seen):
                 multiply(out, x)
             result.append(out)

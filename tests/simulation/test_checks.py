@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.errors import Mismatch, PeerLost
-from shoal.operations.membership import Plan
+from shoal.execution.membership import Plan
 from support.simulation import checks, training_checks
 from support.simulation.checks import Report
 from support.simulation.network import Weather

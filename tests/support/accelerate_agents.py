@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (  # by name, and before this process is an agent
+    DataLoaderConfiguration,
     broadcast,
     broadcast_object_list,
     gather_object,
@@ -123,6 +124,61 @@ def gather() -> dict[str, Any]:
     return result
 
 
+def other_structures() -> dict[str, Any]:
+    """The outcomes of calls in which one agent has one tensor more, and the results of the next ones."""
+    made = accelerator()
+    one = torch.tensor([float(made.process_index)])
+    outcomes = []
+    for call in (made.gather, made.reduce, made.pad_across_processes):
+        try:
+            call({"a": one, "b": [one]} if made.process_index == 1 else {"a": one})
+            outcomes.append("no error")
+        except shoal.Mismatch:
+            outcomes.append("Mismatch")
+        shoal.barrier()
+    gathered = [made.gather({"a": one, "b": [10 * step + one]}) for step in range(3)]
+    return {
+        "outcomes": outcomes,
+        "gathered": [(found["a"].tolist(), found["b"][0].tolist()) for found in gathered],
+        "reduced": [[total.item() for total in made.reduce((one, step * one))] for step in range(3)],
+    }
+
+
+def own_samples() -> dict[str, Any]:
+    """An epoch with a sampler that has dealt the samples out: what this agent sees, and what is gathered."""
+    made = accelerator()
+    loader = made.prepare(DataLoader(dataset(), batch_size=2, sampler=shoal.data.AgentSampler(dataset())))
+    again = made.skip_first_batches(loader, 4)
+    return {
+        "seen": [number for _, numbers in loader for number in numbers.tolist()],
+        "gathered": [number for _, numbers in loader for number in made.gather_for_metrics(numbers).tolist()],
+        "last": [number for _, numbers in again for number in made.gather_for_metrics(numbers).tolist()],
+    }
+
+
+def two_models() -> list[int]:
+    """The models that each optimizer is given, as bits of their numbers."""
+    given: list[int] = []
+    models = [nn.Linear(2, 2), nn.Linear(2, 1)]
+
+    def wrapper(optimizer: torch.optim.Optimizer, theirs: list[nn.Module]) -> shoal.DecentralizedOptimizer:
+        given.append(sum(2**number for number, model in enumerate(models) if model in theirs))
+        return shoal.DecentralizedOptimizer(optimizer, theirs, mix_state=())
+
+    made = accelerator(wrapper=wrapper)
+    made.prepare(*models, torch.optim.SGD(models[0].parameters()), torch.optim.SGD(models[1].parameters()))
+    models += [nn.Linear(1, 1), nn.Linear(1, 1)]
+    made.prepare(*models[2:], torch.optim.SGD([*models[2].parameters(), *models[3].parameters()]))
+    return given
+
+
+def configuration() -> tuple[Any, Any]:
+    """What a script's own configuration of its loaders has, after an accelerator was made with it."""
+    loading = DataLoaderConfiguration()
+    accelerator(dataloader_config=loading)
+    return loading.dispatch_batches, loading.data_seed
+
+
 def functions() -> dict[str, Any]:
     """The results of the functions of ``accelerate.utils``."""
     rank = accelerator().process_index
@@ -190,8 +246,8 @@ def save_model(folder: str) -> dict[str, Any]:
 
 def _without_exchange(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> shoal.DecentralizedOptimizer:
     """Agents that exchange nothing: their models go different ways."""
-    kind = shoal.CommunicationType.empty
-    return shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, models, kind, mix_state=())
+    kind = shoal.optim.CommunicationType.empty
+    return shoal.DecentralizedOptimizer(optimizer, models, communication_type=kind, mix_state=())
 
 
 def refused(what: str) -> str:
@@ -211,8 +267,6 @@ def refused(what: str) -> str:
             finally:
                 del os.environ["ACCELERATE_USE_FSDP"]
         elif what == "dispatch":
-            from accelerate.utils import DataLoaderConfiguration
-
             accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
         elif what == "dispatching loader":
             from accelerate.data_loader import prepare_data_loader

@@ -24,9 +24,9 @@ class Run:
     def __init__(self) -> None:
         self.model = deepcopy(MODEL)
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
-        self.optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, self.model)
+        self.optimizer = shoal.DecentralizedOptimizer(sgd, self.model)
         self.schedule = shoal.optim.Warmup(self.optimizer, 4)
-        self.sampler = shoal.AgentSampler(DATA)
+        self.sampler = shoal.data.AgentSampler(DATA)
         self.noise = torch.Generator().manual_seed(shoal.rank())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         self._batches = self._endless()

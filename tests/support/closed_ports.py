@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import pytest
 
-from shoal.transport import acceptor, tcp
+from shoal.transport import addresses, listeners
 from shoal.transport.router import Router
 
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
@@ -48,7 +48,7 @@ class ClosedPorts:
 def closed_ports(*ranks: int) -> Iterator[ClosedPorts]:
     """Agents of this process, over a network, that no connection reaches: packets to them are dropped."""
     ports = ClosedPorts(ranks)
-    listen, listen_for = Router.listen, acceptor.listen_for
+    listen, listen_for = Router.listen, listeners.listen_for
 
     def closed_listen(router: Router, *args: object, **options: object) -> object:
         result = listen(router, *args, **options)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def closed_ports(*ranks: int) -> Iterator[ClosedPorts]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "listen", closed_listen)
-        patch.setattr(acceptor, "listen_for", closed_listen_for)
+        patch.setattr(listeners, "listen_for", closed_listen_for)
         yield ports
 
 
@@ -68,7 +68,7 @@ def closed_ports(*ranks: int) -> Iterator[ClosedPorts]:
 def refused(code: int, *ranks: int) -> Iterator[None]:
     """Connections to these ranks of this process fail with an error, as a firewall that answers has it."""
     ports: set[int] = set()
-    listen, start = Router.listen, tcp.start_connecting
+    listen, start = Router.listen, addresses.start_connecting
 
     def noted_listen(router: Router, *args: object, **options: object) -> object:
         result = listen(router, *args, **options)  # type: ignore[arg-type]
@@ -87,5 +87,5 @@ def refused(code: int, *ranks: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "listen", noted_listen)
-        patch.setattr(tcp, "start_connecting", refuse)
+        patch.setattr(addresses, "start_connecting", refuse)
         yield

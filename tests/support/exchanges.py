@@ -112,7 +112,7 @@ def allreduce_product(tensor: torch.Tensor) -> torch.Tensor:
 
 def allreduce_sum_in_place(tensor: torch.Tensor) -> torch.Tensor:
     own = tensor.clone()
-    shoal.allreduce_(own, average=False)
+    shoal.bluefog.allreduce_(own, average=False)
     return own
 
 
@@ -128,15 +128,17 @@ def broadcast_object(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hierarchical(tensor: torch.Tensor) -> torch.Tensor:
-    shoal.set_machine_topology(shoal.topology.RingGraph(shoal.machine_size()))
-    return shoal.hierarchical_neighbor_allreduce(tensor)
+    shoal.bluefog.set_machine_topology(shoal.topology.RingGraph(shoal.bluefog.machine_size()))
+    return shoal.bluefog.hierarchical_neighbor_allreduce(tensor)
 
 
 def hierarchical_dynamic(tensor: torch.Tensor) -> torch.Tensor:
-    own, count = shoal.machine_rank(), shoal.machine_size()
+    own, count = shoal.bluefog.machine_rank(), shoal.bluefog.machine_size()
     if count == 1:
-        return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {}, {})
-    return shoal.hierarchical_neighbor_allreduce(tensor, 0.4, {(own - 1) % count: 0.9}, {(own + 1) % count: -0.3})
+        return shoal.bluefog.hierarchical_neighbor_allreduce(tensor, 0.4, {}, {})
+    return shoal.bluefog.hierarchical_neighbor_allreduce(
+        tensor, 0.4, {(own - 1) % count: 0.9}, {(own + 1) % count: -0.3}
+    )
 
 
 def in_flight_together(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +147,7 @@ def in_flight_together(tensor: torch.Tensor) -> torch.Tensor:
     started = {}
     for turn in range(4):
         k = (turn + shoal.rank()) % 4
-        started[k] = shoal.neighbor_allreduce_nonblocking(tensor * (k + 1), name=f"bucket {k}")
+        started[k] = shoal.nonblocking.neighbor_allreduce(tensor * (k + 1), name=f"bucket {k}")
     return torch.stack([started[k].wait() for k in range(4)])
 
 

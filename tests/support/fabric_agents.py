@@ -64,7 +64,7 @@ class Training:
 
 def train(gradients: bool = False, accumulate: int = 1) -> dict[str, Any]:
     """An epoch; what was set up, and what came of it."""
-    run = Training(shoal.optim.DistributedGradientAllreduceOptimizer if gradients else None)
+    run = Training(shoal.bluefog.DistributedGradientAllreduceOptimizer if gradients else None)
     run.epoch(accumulate)
     loader = run.fabric.setup_dataloaders(torch.utils.data.DataLoader(VALID, batch_size=3))
     with torch.no_grad(), shoal.consensus(run.net.module):
@@ -80,6 +80,37 @@ def train(gradients: bool = False, accumulate: int = 1) -> dict[str, Any]:
         "gathered": run.fabric.all_gather(torch.tensor([run.fabric.global_rank])).tolist(),
         "said": run.fabric.broadcast({"rank": run.fabric.global_rank}, src=2),
     }
+
+
+class Part(torch.utils.data.IterableDataset[Any]):
+    """This agent's samples, without a length."""
+
+    def __iter__(self) -> Any:
+        return (TRAIN[number] for number in range(shoal.rank(), len(TRAIN), shoal.size()))
+
+
+def seen_of(sampler: str) -> list[int]:
+    """The samples of an epoch, with a sampler, where each agent has a seed of its own."""
+    made = fabric()
+    made.seed_everything(7 + made.global_rank, verbose=False)
+    given = shoal.data.AgentSampler(TRAIN) if sampler == "agents" else None
+    loader = torch.utils.data.DataLoader(TRAIN, batch_size=2, sampler=given, shuffle=given is None)
+    if sampler == "stream":
+        loader = torch.utils.data.DataLoader(Part())
+    return [index for _, _, indices in made.setup_dataloaders(loader) for index in indices.tolist()]
+
+
+def one_by_one() -> int:
+    """An optimizer over two modules that are set up one after the other; its rounds after a step."""
+    made = fabric()
+    nets = [network(), torch.nn.Linear(3, 1)]
+    sgd = torch.optim.SGD([param for net in nets for param in net.parameters()], lr=0.1)
+    first, last = [made.setup_module(net) for net in nets]
+    optimizer = made.setup_optimizers(sgd)
+    made.backward(last(first(TRAIN.inputs)).mean())
+    optimizer.step()
+    rounds: int = optimizer.optimizer.rounds
+    return rounds
 
 
 def save_and_resume(folder: str) -> dict[str, Any]:
@@ -126,6 +157,7 @@ def refused() -> dict[str, str]:
     cases = {
         "devices": lambda: Fabric(strategy=ShoalFabricStrategy(), accelerator="cpu", devices=2),
         "optimizer first": lambda: fabric().setup_optimizers(torch.optim.SGD(network().parameters(), lr=0.1)),
+        "entry": lambda: fabric().save("/nowhere", {"shoal": {"mine": 1}}),
         "sync_grads": lambda: fabric().all_gather(torch.ones(1), sync_grads=True),
     }
     result = {}

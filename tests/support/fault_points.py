@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 import shoal
 from shoal import arithmetic
 from shoal.coordination import round as round_
+from shoal.execution import devices
+from shoal.execution.events import Event
 from shoal.fault_tolerance.agreement import Agreement
 from shoal.fault_tolerance.rejoin import Rejoin
-from shoal.kernels.native import sums as native_sums
-from shoal.operations import devices
-from shoal.operations.events import Event
+from shoal.kernels import native
 from shoal.ops import device_ops
 from shoal.optim.checkpoints import checkpoint_files
 from shoal.transport import process_group
@@ -112,14 +112,14 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
     """Have ``act`` called when this agent reaches the point for the first time."""
     reached = _counting(point.count, act)
     if point.kind == "Block":
-        native_sums.library = lambda: None  # torch sums block by block, so that the middle of a sum is reachable
+        native.library = lambda: None  # torch sums block by block, so that the middle of a sum is reachable
         _before(arithmetic, "_weigh", reached)
     elif point.kind == "Chunk in":
         _before(NetworkIncoming, "_advance", reached)
     elif point.kind == "Chunk out":
         _before(NetworkLink, "_fill", reached)
     elif point.kind == "Agreeing":  # on a loss that this agent has just learnt of
-        _before(Agreement, "change", reached)
+        _before(Agreement, "report_losses", reached)
     elif point.kind == "Deciding":
         _before(Agreement, "_decide", reached)
     elif point.kind == "Entering":
@@ -140,7 +140,7 @@ def arm(point: Point, act: Callable[[], object] = die) -> None:
         _before(checkpoint_files, "_sync", reached)
     else:
         listener: Callable[[Event], None] = lambda event: reached() if event.kind == point.kind else None  # noqa: E731
-        shoal.events().subscribe(listener)
+        shoal.observability.events().subscribe(listener)
 
 
 def _counting(count: int, act: Callable[[], object]) -> Callable[[], None]:
@@ -239,9 +239,9 @@ def start_a_data_loader() -> None:
 def known_as_dead(count: int) -> list[int]:
     """The agents that this one knows to be dead, once there are so many."""
     limit = time.monotonic() + 2.0
-    while len(shoal.membership().died) < count and time.monotonic() < limit:
+    while len(shoal.observability.membership().died) < count and time.monotonic() < limit:
         time.sleep(0.01)
-    return sorted(shoal.membership().died)
+    return sorted(shoal.observability.membership().died)
 
 
 def wait_for_no_orphans() -> None:

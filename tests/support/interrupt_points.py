@@ -63,17 +63,17 @@ def large(name: str) -> None:
 
 
 def nonblocking(name: str) -> None:
-    handle = shoal.neighbor_allreduce_nonblocking(torch.full((100_000,), float(shoal.rank())), name=name)
-    assert shoal.wait(handle)[0] == (shoal.size() - 1) / 2
+    handle = shoal.nonblocking.neighbor_allreduce(torch.full((100_000,), float(shoal.rank())), name=name)
+    assert shoal.bluefog.wait(handle)[0] == (shoal.size() - 1) / 2
 
 
 def together(name: str) -> None:
     handles = [
-        shoal.neighbor_allreduce_nonblocking(torch.full((3,), float(shoal.rank())), name=f"{name}.{part}")
+        shoal.nonblocking.neighbor_allreduce(torch.full((3,), float(shoal.rank())), name=f"{name}.{part}")
         for part in range(3)
     ]
     for handle in handles:
-        assert shoal.wait(handle)[0] == (shoal.size() - 1) / 2
+        assert shoal.bluefog.wait(handle)[0] == (shoal.size() - 1) / 2
 
 
 def pushed(name: str) -> None:
@@ -257,7 +257,7 @@ def interrupted(kind: str, name: str, at: int) -> str:
     rounds = current().engine.matcher
     parts = [f"{name}.{part}" for part in range(3)] if kind == "together" else [name]
     for one in parts:
-        if not rounds.begun(one):
+        if not rounds.rounds_begun(one):
             blocking(one) if kind == "together" else call(one)
     assert wait_until(lambda: not in_flight(), SETTLED_SECONDS), f"{lines.place} left {in_flight()} in flight"
     return lines.place

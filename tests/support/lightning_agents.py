@@ -76,7 +76,6 @@ class Fitted:
     metrics: dict[str, float]
     ranks: tuple[Any, ...]
     dtypes: set[str] = field(default_factory=set)
-    files: list[str] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 
 
@@ -90,9 +89,15 @@ def fit(
     stop: dict[str, Any] | None = None,
     loader: dict[str, Any] | None = None,
     module: dict[str, Any] | None = None,
+    seeds: bool = False,
     **options: Any,
 ) -> Fitted:
+    import lightning.pytorch as pl
+
     from support import lightning_modules as modules
+
+    if seeds:
+        pl.seed_everything(7 + int(os.environ["RANK"]), verbose=False)
 
     torch.manual_seed(100 + int(os.environ["RANK"]))  # agents that begin with weights of their own
     net = modules.Net(optimizer=optimizer, **(module or {}))
@@ -123,9 +128,20 @@ def fit(
         metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
         ranks=(trainer.global_rank, trainer.world_size, trainer.is_global_zero, shoal.rank()),
         dtypes=net.dtypes,
-        files=sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.ckpt*")),
         messages=[str(one.message) for one in caught],
     )
+
+
+def own_rates(folder: str, checkpoint: dict[str, Any] | None) -> tuple[str, list[float]]:
+    """The error where each agent logs a loss of its own, which is monitored by the step; the rates of the batches."""
+    from support import lightning_modules as modules
+
+    net = modules.Net(optimizer="sgd" if checkpoint else "plateau of steps", sync=False)
+    try:
+        modules.trainer(folder, checkpoint=checkpoint).fit(net, *modules.loaders())
+    except ValueError as error:
+        return str(error), net.rates
+    return "", net.rates
 
 
 def evaluate(folder: str) -> dict[str, Any]:

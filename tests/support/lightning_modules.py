@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ class Net(pl.LightningModule):
         norm: bool = False,
         sync: bool = True,
         dies: int = -1,
+        delay: float = 0.0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -47,6 +49,7 @@ class Net(pl.LightningModule):
         self.automatic_optimization = optimizer != "two"
         self.seen: list[list[int]] = []
         self.losses: list[float] = []
+        self.rates: list[float] = []
         self.first: dict[str, Any] = {}
         self.dtypes: set[str] = set()
 
@@ -61,12 +64,14 @@ class Net(pl.LightningModule):
         inputs, labels, indices = batch
         if self.hparams["dies"] == shoal.rank() and self.global_step == 5:
             die()
+        time.sleep(self.hparams["delay"] * shoal.rank())
         self.seen.append(indices.tolist())
         out = self(inputs)
         self.dtypes.add(str(out.dtype))
         loss = cross_entropy(out, labels)
         self.losses.append(loss.item())
-        self.log("train_loss", loss, sync_dist=True)
+        self.log("train_loss", loss, sync_dist=self.hparams["sync"])
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         if self.automatic_optimization:
             return loss
         for optimizer in self.optimizers():
@@ -107,6 +112,11 @@ class Net(pl.LightningModule):
             return [torch.optim.SGD(first, lr=lr), torch.optim.Adam(last, lr=lr / 10)]
         if kind == "lbfgs":
             return torch.optim.LBFGS(self.parameters())
+        if kind == "plateau of steps":
+            sgd = torch.optim.SGD(self.parameters(), lr=lr)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, patience=0)
+            config = {"scheduler": schedule, "monitor": "train_loss", "interval": "step", "frequency": 2}
+            return {"optimizer": sgd, "lr_scheduler": config}
         adam = torch.optim.AdamW(self.parameters(), lr=lr / 10)
         if kind == "plateau":
             schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(adam, patience=0, threshold=10.0)
@@ -148,10 +158,13 @@ class Samples(pl.LightningDataModule):
         return loaders()[1]
 
 
-def loaders(batch: int = 2, workers: int = 0, resumable: bool = False, uneven: bool = False) -> tuple[Any, Any]:
+def loaders(
+    batch: int = 2, workers: int = 0, resumable: bool = False, uneven: bool = False, dealt_out: bool = False
+) -> tuple[Any, Any]:
     kind = Resumable if resumable else torch.utils.data.DataLoader
     samples = torch.utils.data.Subset(TRAIN, range(8 + 2 * shoal.rank())) if uneven else TRAIN
-    train = kind(samples, batch_size=batch, shuffle=True, num_workers=workers)
+    sampler = shoal.data.AgentSampler(samples) if dealt_out else None
+    train = kind(samples, batch_size=batch, sampler=sampler, shuffle=not dealt_out, num_workers=workers)
     return train, torch.utils.data.DataLoader(VALID, batch_size=3)
 
 
@@ -161,7 +174,7 @@ def _ring(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> shoal.De
 
 
 def _overlapping(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> shoal.DecentralizedOptimizer:
-    return shoal.optim.DistributedAdaptThenCombineOptimizer(
+    return shoal.DecentralizedOptimizer(
         optimizer, module, topology=shoal.topology.OnePeerExponential(shoal.size()), overlap="backward"
     )
 
@@ -173,19 +186,19 @@ def _tracking(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> shoa
 
 
 def _every_second(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> shoal.DecentralizedOptimizer:
-    return shoal.optim.DistributedAdaptThenCombineOptimizer(optimizer, module, num_steps_per_communication=4)
+    return shoal.DecentralizedOptimizer(optimizer, module, num_steps_per_communication=4)
 
 
 WRAPPERS: dict[str, Any] = {
     "": None,
-    "gradients": shoal.optim.DistributedGradientAllreduceOptimizer,
+    "gradients": shoal.bluefog.DistributedGradientAllreduceOptimizer,
     "ring": _ring,
     "overlapping": _overlapping,
     "tracking": _tracking,
     "every second": _every_second,
-    "mixed": lambda adam, module: shoal.optim.DistributedAdaptThenCombineOptimizer(
-        adam, module, mix_state=("exp_avg_sq",)
-    ),
+    "with combine": shoal.bluefog.DistributedAdaptWithCombineOptimizer,
+    "push-sum": shoal.optim.DistributedPushSumOptimizer,
+    "mixed": lambda adam, module: shoal.DecentralizedOptimizer(adam, module, mix_state=("exp_avg_sq",)),
 }
 
 

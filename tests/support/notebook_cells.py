@@ -13,10 +13,24 @@ import ipyparallel
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import capture_output
 
+
+def wait_for_subscription(client: ipyparallel.Client, seconds: float = 60.0) -> None:
+    """Wait until output arrives: an engine's output is lost until the client's subscription has reached it."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        printed = client[:].execute("print('output arrives')", silent=False, block=False)
+        printed.get(seconds)
+        printed.wait_for_output(1.0)
+        if all(printed.stdout):
+            return
+    raise TimeoutError("no output of the engines arrives")
+
+
 if __name__ == "__main__":
     shell = InteractiveShell.instance(colors="nocolor", history_length=0)
     with ipyparallel.Client(profile=sys.argv[1], timeout=30) as client:
         client.activate()
+        wait_for_subscription(client)
         for cell in json.load(sys.stdin):
             began = time.monotonic()
             with capture_output() as captured:

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import shoal
-from shoal.operations import devices
+from shoal.execution import devices
 
 OPERATIONS = (
     "allgather",
     "allreduce",
     "allreduce_",
-    "alltoall",
     "broadcast",
     "broadcast_",
     "grouped_allgather",
@@ -119,12 +118,14 @@ def all_on_device(moves: Moves) -> Iterator[None]:
         patch.setattr(devices, "FEWEST_BYTES", 0)
         patch.setenv("SHOAL_DEVICE_MEMORY", "1")
         for name in OPERATIONS:
-            for variant in (name, f"{name}_nonblocking", f"{name[:-1]}_nonblocking_"):
-                home = shoal.bluefog if "win_" in variant else shoal
-                if hasattr(home, variant):
-                    patch.setattr(home, variant, _wrapped(getattr(home, variant), moves, name.endswith("_")))
+            variants = [name, f"{name}_nonblocking", f"{name[:-1]}_nonblocking_"]
+            places = [(home, variant) for home in (shoal, shoal.nonblocking, shoal.bluefog) for variant in variants]
+            found = [(home, variant) for home, variant in places if hasattr(home, variant)]
+            assert found, f"there is no operation {name}"
+            for home, variant in found:
+                patch.setattr(home, variant, _wrapped(getattr(home, variant), moves, name.endswith("_")))
         for name in ("wait", "synchronize", "poll"):
-            call = getattr(shoal, name)
+            call = getattr(shoal.bluefog, name)
 
             def unwrapped(handle: Any, *args: Any, _call: Callable[..., Any] = call, **kwargs: Any) -> Any:
                 if not isinstance(handle, HandleOfDevice):
@@ -132,5 +133,5 @@ def all_on_device(moves: Moves) -> Iterator[None]:
                 result = _call(handle.handle, *args, **kwargs)
                 return handle.wait() if isinstance(result, (torch.Tensor, list)) else result
 
-            patch.setattr(shoal, name, unwrapped)
+            patch.setattr(shoal.bluefog, name, unwrapped)
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.transport.authentication.message_auth import MacSeal
+from shoal.transport.authentication import MacSeal
 from shoal.transport.network_link import _ALL_BITS, _LENGTH
 
 

@@ -7,10 +7,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from shoal.operations.events import Events
-from shoal.operations.membership import Membership
-from shoal.operations.sender import Sender
-from shoal.transport.wire import Message
+from shoal.execution.events import Events
+from shoal.execution.membership import Membership
+from shoal.execution.sender import Sender
+from shoal.transport.messages import Message
 
 
 class _Link:

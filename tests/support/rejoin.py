@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import shoal
 from shoal import topology_util
+from shoal.engine.engine import Engine
 from shoal.runtime.agent import current
 from shoal.transport.network_link import NetworkLink
 from support import chaos_acts
@@ -78,7 +80,7 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
     checkpoint = shoal.Checkpoint(**parts)
     shoal.on_membership_change(lambda change: seen.changes.append((change.lost, change.entered)))
     fired = [True]
-    if fault is not None and shoal.is_entering():
+    if fault is not None and shoal.observability.is_entering():
         inject_fault(fault, fired, folder)
     began = time.monotonic()
     step = checkpoint.load(folder, missing_ok=True)
@@ -119,6 +121,24 @@ def train(options: dict[str, Any], fault: Fault | None, entries: int, folder: Pa
     return seen
 
 
+def init_slowly() -> None:
+    """Become an agent, whose progress thread runs half a second before the next line of ``shoal.init``."""
+    start = Engine.start
+
+    def started(engine: Engine) -> None:
+        start(engine)
+        time.sleep(0.5)
+
+    with mock.patch.object(Engine, "start", started):
+        shoal.init()
+
+
+def members_after(seconds: float) -> tuple[int, ...]:
+    """The members after a pause."""
+    time.sleep(seconds)
+    return tuple(shoal.alive())
+
+
 def _loaded(folder: Path) -> tuple[int, list[float]]:
     """The last complete checkpoint, as the mean over its agents."""
     while True:
@@ -144,7 +164,7 @@ class Progress:
     def record(self, entries: int, fired: bool) -> None:
         """All that are there call it, and say whether what is to befall them has."""
         flags = shoal.allgather(torch.tensor([fired]))
-        entered = current().engine.agreement.now.entered
+        entered = current().engine.agreement.plan.n_admitted
         full = len(flags) == shoal.size() and entered >= entries and bool(flags.all())
         self.since = self.since + BETWEEN if full else 0
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shoal.transport import addresses, tcp
+from shoal.transport import addresses
 
 RESET = struct.pack("ii", 1, 0)
 """To linger for no time: closing resets the connection."""
@@ -131,9 +131,9 @@ def in_the_middle(change: Callable[[], Change]) -> Iterator[None]:
         ours.setblocking(False)
         return ours
 
-    start, connect = tcp.start_connecting, addresses.connect
+    start, connect = addresses.start_connecting, addresses.connect
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tcp, "start_connecting", over_tcp)
+        patch.setattr(addresses, "start_connecting", over_tcp)
         patch.setattr(addresses, "connect", over_unix)
         try:
             yield

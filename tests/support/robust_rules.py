@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import shoal
-from shoal.ops.robust import Robust
+from shoal.ops.robust_rules import Robust
 
 Vector = NDArray[np.float64]
 

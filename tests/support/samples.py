@@ -10,7 +10,7 @@ import torch
 
 import shoal
 from shoal.arithmetic import BLOCK_BYTES as BLOCK_BYTES
-from shoal.operations.publishing import PUBLISH_BYTES
+from shoal.execution.publishing import PUBLISH_BYTES
 
 WEIGHABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -52,19 +52,24 @@ def wrapped(local: Callable[..., torch.optim.Optimizer], how: Any, model: nn.Mod
 
 
 WAYS: dict[str, Make] = {
-    "adapt then combine": partial(wrapped, SGD, shoal.optim.DistributedAdaptThenCombineOptimizer, topology=UNEVEN),
-    "adapt with combine": partial(wrapped, SGD, shoal.optim.DistributedAdaptWithCombineOptimizer, topology=UNEVEN),
-    "gradients": partial(wrapped, SGD, shoal.optim.DistributedGradientAllreduceOptimizer),
+    "adapt then combine": partial(wrapped, SGD, shoal.DecentralizedOptimizer, topology=UNEVEN),
+    "adapt with combine": partial(
+        wrapped,
+        SGD,
+        partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+        topology=UNEVEN,
+    ),
+    "gradients": partial(wrapped, SGD, shoal.bluefog.DistributedGradientAllreduceOptimizer),
     "exact diffusion": partial(
         wrapped, SGD, shoal.DecentralizedOptimizer, algorithm=ExactDiffusion(1.0, lazy=True), topology=UNEVEN
     ),
     "Adam, its second moments too": partial(
-        wrapped, ADAM, shoal.optim.DistributedAdaptThenCombineOptimizer, topology=UNEVEN, mix_state=("exp_avg_sq",)
+        wrapped, ADAM, shoal.DecentralizedOptimizer, topology=UNEVEN, mix_state=("exp_avg_sq",)
     ),
     "compressed": partial(
         wrapped,
         SGD,
-        shoal.optim.DistributedAdaptThenCombineOptimizer,
+        shoal.DecentralizedOptimizer,
         topology=UNEVEN,
         compression=shoal.compression.MinMaxUInt8(),
     ),

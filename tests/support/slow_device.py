@@ -22,7 +22,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from shoal.device import Unshareable, cuda
+from shoal.device import Unshareable
+from shoal.execution import devices
+from shoal.transport import shared_regions
 from shoal.transport.shared_regions import PeerMemory, Segment
 
 CUDA = torch.device("cuda", 0)
@@ -268,8 +270,8 @@ def in_use() -> Iterator[SlowDevice]:
         return Slow(full[0][:size])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "open_device", opened)
-        patch.setattr(cuda, "map_memory", mapped)
+        patch.setattr(devices, "open_device", opened)
+        patch.setattr(shared_regions, "map_memory", mapped)
         patch.setenv("SHOAL_DEVICE_MEMORY", "1")
         try:
             yield device

@@ -82,7 +82,7 @@ def burst_through(numel: int, rounds: int, victims: dict[int, Point]) -> list[li
     xs = [torch.full((numel,), first_value(rank) + k, dtype=torch.float64) for k in range(8)]
     seen = [[float(x[0]) for x in xs]]
     for _ in range(rounds):
-        handles = [shoal.neighbor_allreduce_nonblocking(x, name=f"x{k}") for k, x in enumerate(xs)]
+        handles = [shoal.nonblocking.neighbor_allreduce(x, name=f"x{k}") for k, x in enumerate(xs)]
         xs = [handle.wait() for handle in handles]
         assert all(bool((x == x[0]).all()) for x in xs)
         seen.append([float(x[0]) for x in xs])
@@ -100,8 +100,8 @@ def sums_through(rounds: int, victims: dict[int, Point]) -> list[list[float]]:
     own = torch.tensor([2.0**rank], dtype=torch.float64)
     seen = []
     for _ in range(rounds):
-        sums = [shoal.allreduce_nonblocking(own, average=False, name=f"sum {k}") for k in range(8)]
-        means = [shoal.neighbor_allreduce_nonblocking(own, 0.5, ring, list(ring), name=f"mean {k}") for k in range(8)]
+        sums = [shoal.nonblocking.allreduce(own, average=False, name=f"sum {k}") for k in range(8)]
+        means = [shoal.nonblocking.neighbor_allreduce(own, 0.5, ring, list(ring), name=f"mean {k}") for k in range(8)]
         seen.append([float(handle.wait()) for handle in sums])
         for handle in means:  # what who is gone has not sent weighs in the own
             assert float(handle.wait()) <= max(2.0**one for one in (rank, *ring))

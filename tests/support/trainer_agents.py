@@ -126,7 +126,7 @@ def trainer(folder: str, examples: int = 64, *, dropout: float = 0.0, wrapper: s
         ShoalTrainingArguments(output_dir=folder, **(defaults | options)),
         train_dataset=Sequences(examples),
         eval_dataset=Sequences(EVALUATED),
-        wrapper=getattr(shoal.optim, wrapper) if wrapper else None,
+        wrapper=getattr(shoal.bluefog, wrapper) if wrapper else None,
         callbacks=[Recorder()],
     )
     made.own_losses = []

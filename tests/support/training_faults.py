@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ FEW_STEPS = 120
 UNTIL_SECONDS = 3.5
 """A loop that nothing ends, as one through windows may be, ends by itself."""
 BUSY_SECONDS = 1.5
+BEGUN = "the training has begun"
+"""A line of each agent's log: an interrupt before it would end the process instead of the training."""
 AT_LEAST = 0.002
 """Seconds of a step, so that faults come in the middle of training on a slow machine too."""
 
@@ -41,12 +44,10 @@ def _of_algorithm(algorithm: Any, inner: torch.optim.Optimizer, model: torch.nn.
 
 
 WRAPPERS: dict[str, Callable[[torch.optim.Optimizer, torch.nn.Module], Any]] = {
-    "atc": shoal.optim.DistributedAdaptThenCombineOptimizer,
-    "awc": shoal.optim.DistributedAdaptWithCombineOptimizer,
-    "backward": functools.partial(
-        shoal.optim.DistributedAdaptThenCombineOptimizer, overlap="backward", bucket_bytes=1 << 17
-    ),
-    "gradients": shoal.optim.DistributedGradientAllreduceOptimizer,
+    "atc": shoal.DecentralizedOptimizer,
+    "awc": partial(shoal.DecentralizedOptimizer, algorithm=shoal.algorithms.GradientDescent(1.0, atc=False)),
+    "backward": functools.partial(shoal.DecentralizedOptimizer, overlap="backward", bucket_bytes=1 << 17),
+    "gradients": shoal.bluefog.DistributedGradientAllreduceOptimizer,
     "tracking": functools.partial(_of_algorithm, GradientTracking(1.0)),
     "diffusion": functools.partial(_of_algorithm, ExactDiffusion(1.0, lazy=True)),
     "quasi-global": functools.partial(_of_algorithm, QuasiGlobalMomentum(1.0, 0.5)),
@@ -148,9 +149,10 @@ def ready() -> None:
 
 def train(fault: Fault) -> AgentEnd:
     """Train until the end or an error, catch it, and leave. The agent triggers its own fault, except signals."""
-    error, ranks, output, steps = "", (), "", 0
-    loop = _Loop(fault)
+    error, ranks, output, loop = "", (), "", None
     try:
+        print(BEGUN, flush=True)
+        loop = _Loop(fault)
         loop.run()
     except shoal.ShoalError as caught:
         error, ranks, output = type(caught).__name__, caught.ranks, str(caught)
@@ -161,7 +163,7 @@ def train(fault: Fault) -> AgentEnd:
             raise
         error, output = type(caught).__name__, str(caught)
     noticed = time.monotonic()
-    steps = loop.steps
+    steps = loop.steps if loop else 0
     del loop
     started = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C

@@ -50,7 +50,7 @@ def plain(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def averaged_gradients(model: nn.Module) -> list[shoal.DecentralizedOptimizer]:
-    return [shoal.optim.DistributedGradientAllreduceOptimizer(one, model) for one in plain(model)]
+    return [shoal.bluefog.DistributedGradientAllreduceOptimizer(one, model) for one in plain(model)]
 
 
 def train(model: nn.Module, optimizers: list[Any], begin: int, end: int) -> None:

@@ -15,15 +15,13 @@ import torch
 
 from shoal.runtime.agent import current
 from shoal.transport import acceptor
-from shoal.transport.authentication.handshake import HELLO_SIZE, WELCOME_SIZE, Connecting, Keys
-from shoal.transport.authentication.message_auth import SEAL_SIZE, ChecksumSeal, MacSeal
+from shoal.transport.authentication import HELLO_SIZE, SEAL_SIZE, WELCOME_SIZE, ChecksumSeal, Connecting, Keys, MacSeal
+from shoal.transport.messages import _PREFIXED, Kind, Message, Where, encode
 from shoal.transport.network_link import _LENGTH
-from shoal.transport.wire import Kind, Message, Where, encode
 from support.agent_main import holdings
 from support.packets import over_tcp
 
 SILENCE_SECONDS = 0.3
-_HEADER = struct.Struct("<IBBBBHHHHIIIQQQQd")
 
 
 @dataclass(frozen=True)
@@ -100,15 +98,17 @@ def leave_with(sock: socket.socket, data: bytes) -> None:
 def header(**fields: float) -> bytes:
     """One frame of a DATA message without a body, with any of its fixed fields replaced by what cannot be."""
     values: dict[str, float] = {
-        "length": _HEADER.size - 4, "kind": Kind.DATA, "where": Where.INLINE, "dtype": 8, "ndim": 0, "flags": 0,
+        "length": _PREFIXED.size - 4, "kind": Kind.DATA, "where": Where.INLINE, "dtype": 8, "ndim": 0, "flags": 0,
         "stage": 0, "n_op": 0, "n_name": 0, "n_body": 0, "digest": 0, "segment": 0, "round": 0, "token": 1,
-        "offset": 0, "nbytes": 0, "scale": 1.0,
+        "offset": 0, "nbytes": 0, "scale": 1.0, "p": 0.0,
     }  # fmt: skip
     values.update(fields)
     order = [values[name] for name in (
         "length", "kind", "where", "dtype", "ndim", "flags", "stage", "n_op", "n_name")]  # fmt: skip
-    rest = [values[name] for name in ("n_body", "digest", "segment", "round", "token", "offset", "nbytes", "scale")]
-    return _HEADER.pack(*order, *rest)
+    rest = [
+        values[name] for name in ("n_body", "digest", "segment", "round", "token", "offset", "nbytes", "scale", "p")
+    ]
+    return _PREFIXED.pack(*order, *rest)
 
 
 def _numbers(where: Where, nbytes: int, shape: tuple[int, ...], **fields: int) -> bytes:
@@ -126,14 +126,14 @@ NONSENSE: dict[str, bytes] = {
     "garbage": bytes(range(256)),
     "a frame of zero bytes": b"\0" * 4,
     "a frame of four gigabytes": b"\xff" * 4,
-    "a frame too long by one": struct.pack("<I", _HEADER.size - 4 + 512 + 8192 + (1 << 20) + 1),
+    "a frame too long by one": struct.pack("<I", _PREFIXED.size - 4 + 512 + 8192 + (1 << 20) + 1),
     "an unknown kind": header(kind=99),
     "an unknown place": header(where=77),
     "an unknown dtype": header(dtype=200),
     "too many dimensions": header(ndim=255),
     "parts longer than the frame": header(n_name=4000),
     "a body longer than the frame": header(n_body=4_000_000_000),
-    "a name that is no text": header(length=_HEADER.size - 4 + 2, n_name=2, nbytes=4) + b"\xff\xfe",
+    "a name that is no text": header(length=_PREFIXED.size - 4 + 2, n_name=2, nbytes=4) + b"\xff\xfe",
     "fewer bytes than the shape": _numbers(Where.INLINE, 4, (5,)),
     "a negative dimension": _numbers(Where.INLINE, 16, (-2, -2)),
     "a shape beyond all memory": _numbers(Where.INLINE, HUGE * 4 % (1 << 64), (HUGE, HUGE)),

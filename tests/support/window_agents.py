@@ -114,7 +114,7 @@ class Program:
         kinds: what they do, of WRITES, READS, ``get``, and ``update`` (in place, by the first thread only; between two
             agents only).
         require_mutex: for each operation that takes it.
-        in_place: the registered tensor comes from ``shoal.empty``.
+        in_place: the registered tensor comes from ``shoal.windows.empty``.
         with_p: associated weights are on. Then agent 0 only reads and the others only write, as an agent's own
             associated weight changes when it reads.
         seed: of the random choices.
@@ -137,7 +137,9 @@ def record_history(program: Program) -> dict[Edge, list[Record]]:
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
     if program.with_p:
         shoal.bluefog.turn_on_win_ops_with_associated_p()
-    x = (shoal.empty if program.in_place else torch.empty)(program.numel, dtype=program.dtype).fill_(shoal.rank() + 1)
+    x = (shoal.windows.empty if program.in_place else torch.empty)(program.numel, dtype=program.dtype).fill_(
+        shoal.rank() + 1
+    )
     shoal.bluefog.win_create(x, "x", zero_init=True)
     recorders = [Recorder(f"rank {shoal.rank()} thread {thread}") for thread in range(program.threads)]
     shoal.barrier()
@@ -296,7 +298,7 @@ class Flow:
         threads: of each agent. Several take turns through the agent's own mutex, as they change one tensor.
         numel: elements of the tensor.
         dyadic: all shares are powers of two, large enough that their sums are exact.
-        in_place: the tensor comes from ``shoal.empty``.
+        in_place: the tensor comes from ``shoal.windows.empty``.
         seed: of the random choices.
     """
 
@@ -334,7 +336,7 @@ def move_mass(flow: Flow) -> list[Mass]:
     shoal.set_topology(flow_graph(shoal.size()))
     shoal.bluefog.turn_on_win_ops_with_associated_p()
     first = torch.tensor(first_mass(shoal.rank(), flow.numel), dtype=torch.float64)
-    x = shoal.empty(flow.numel, dtype=torch.float64).copy_(first) if flow.in_place else first
+    x = shoal.windows.empty(flow.numel, dtype=torch.float64).copy_(first) if flow.in_place else first
     shoal.bluefog.win_create(x, "x", zero_init=True)
     movers = [_Mover(flow, x, thread) for thread in range(flow.threads)]
     results = []

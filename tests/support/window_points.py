@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 
 import shoal
-from shoal.kernels import weighted_sum
-from shoal.operations.events import Event
+from shoal.execution.events import Event
+from shoal.kernels import sums
 from shoal.windows import window_memory
 from shoal.windows.locks import ByteLocks
 from shoal.windows.window_memory import WindowMemory
@@ -73,7 +73,7 @@ def arm_write(place: str, act: Callable[[], object] = die) -> None:
         _wrap(WindowMemory, "_write", before=once)
     elif place == "half copied":
         for name in ("scale", "add_scaled"):
-            setattr(window_memory, name, _in_halves(getattr(weighted_sum, name), once))
+            setattr(window_memory, name, _in_halves(getattr(sums, name), once))
     elif place == "copied":
         _wrap(WindowMemory, "_describe", before=once)
     elif place == "described":
@@ -215,7 +215,7 @@ def end_when_waiting(pid: int, how: int = signal.SIGKILL) -> None:
         if (event.operation, event.kind) == ("win_lock", "sent"):
             once()
 
-    shoal.events().subscribe(listener)
+    shoal.observability.events().subscribe(listener)
 
 
 def take_mutex(of: int, timeout: float | None = None) -> float:
@@ -262,7 +262,7 @@ def cycle(count: int, warm: int) -> tuple[list[str], int]:
             shoal.barrier()
             before, resident = holdings(), resident_bytes()
         name = f"{NAME} {i % 3}"
-        tensor = shoal.empty(5000) if i % 2 else torch.empty(5000)
+        tensor = shoal.windows.empty(5000) if i % 2 else torch.empty(5000)
         assert shoal.bluefog.win_create(tensor.fill_(1.0), name)
         with contextlib.suppress(shoal.Mismatch):  # its neighbour may have freed it already
             shoal.bluefog.win_accumulate(tensor, name)

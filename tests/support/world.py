@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 import shoal
-from shoal.cli.agent_processes import death_with
+from shoal.cli.launcher_signals import death_with
 from shoal.runtime.agent import current
 
 from .agent_main import PACKET_BYTES, Dying, Outcome, Request, Spawn, left_over
@@ -366,7 +366,7 @@ class World:
         assert not failed, "\n".join(f"rank {one.rank}: {one.error}: {one.message}\n{one.trace}" for one in failed)
         return [outcome.value for outcome in outcomes]
 
-    def start_again(self, rank: int) -> None:
+    def start_again(self, rank: int, *, init: bool = True) -> None:
         """Start a new process after the last one has ended, or was dropped; returns when it is an agent."""
         old = self.members[rank]
         if old.exit_code is None:
@@ -375,7 +375,8 @@ class World:
             old.close()
         self._incarnations[rank] += 1
         self.members[rank] = self._start(rank)
-        self._names |= {name for name in self.results(_begin, on=[rank]) if name}
+        if init:
+            self._names |= {name for name in self.results(_begin, on=[rank]) if name}
 
     def kill_and_start_again(self, rank: int) -> None:
         """Kill an agent, and start another process in its place."""

@@ -22,7 +22,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
     sys.exit(3)
 shoal.init()
 model = torch.nn.Linear(4, 1)
-optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
 died = Path(sys.argv[1])
 state = {"step": 0, "best": math.inf, "means": [], "left": 3}
 own = {"step": int(died.exists())}  # as many scripts count: from the beginning, in each process
@@ -81,11 +81,11 @@ import shoal
 
 shoal.init()
 data = torch.utils.data.TensorDataset(torch.ones(35, 4))
-sampler = shoal.AgentSampler(data)
+sampler = shoal.data.AgentSampler(data)
 loader = torch.utils.data.DataLoader(data, batch_size=1, sampler=sampler)
 model = torch.nn.Linear(4, 1)
 sgd = torch.optim.SGD(model.parameters(), lr=0.01)
-optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(sgd, model)
+optimizer = shoal.DecentralizedOptimizer(sgd, model)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000 * len(loader))
 died = Path(sys.argv[1])
 state = {"left": 3, "steps": []}

@@ -110,7 +110,7 @@ def ask_across_an_entry() -> list[float]:
     x, result, limit = torch.full((100_000,), shoal.rank() + 1.0), list[float](), time.monotonic() + 40.0
     while len(shoal.alive()) < 3:
         late[0] = shoal.rank() == 1
-        handle = shoal.allreduce_nonblocking(x, name="across")
+        handle = shoal.nonblocking.allreduce(x, name="across")
         step += 1
         checkpoint.save(None, step)
         late[0] = False
@@ -217,8 +217,8 @@ def operations() -> dict[str, Any]:
         "all": shoal.allgather(x).tolist(),
         "neighbours": shoal.neighbor_allreduce(x).item(),
         "root": error_of(lambda: shoal.broadcast(x, 3)),
-        "machines": error_of(shoal.machine_rank),
-        "dealt": len(shoal.AgentSampler(range(10))),
+        "machines": error_of(shoal.bluefog.machine_rank),
+        "dealt": len(shoal.data.AgentSampler(range(10))),
         "gone": current().engine.membership.describe(3),
     }
 
@@ -242,14 +242,14 @@ def test_machines_average_between_them_also_with_joined_agents(environment: dict
 
 
 def between_machines() -> tuple[int, int, float]:
-    shoal.set_machine_topology(topology_util.FullyConnectedGraph(2))
+    shoal.bluefog.set_machine_topology(topology_util.FullyConnectedGraph(2))
     save_until_all_have_joined()
     x = torch.tensor([float(shoal.rank())])
-    mean = shoal.hierarchical_neighbor_allreduce(x)
-    return shoal.machine_rank(), shoal.local_rank(), mean.item()
+    mean = shoal.bluefog.hierarchical_neighbor_allreduce(x)
+    return shoal.bluefog.machine_rank(), shoal.local_rank(), mean.item()
 
 
-def save_until_all_have_joined(sampler: shoal.AgentSampler | None = None) -> list[list[int]]:
+def save_until_all_have_joined(sampler: shoal.data.AgentSampler | None = None) -> list[list[int]]:
     """Save until all are there; what was dealt before each."""
     model, dealt = torch.nn.Linear(1, 1), []
     checkpoint = shoal.Checkpoint(model=model, **({} if sampler is None else {"sampler": sampler}))
@@ -264,7 +264,7 @@ def save_until_all_have_joined(sampler: shoal.AgentSampler | None = None) -> lis
 
 
 def dealt() -> list[int]:
-    sampler = shoal.AgentSampler(range(40))
+    sampler = shoal.data.AgentSampler(range(40))
     save_until_all_have_joined(sampler)
     return list(sampler)
 

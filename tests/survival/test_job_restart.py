@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.fault_tolerance.rejoin_marker import is_marked
+from shoal.fault_tolerance.launcher_notes import is_marked
 from support.checkpoints import same
 from support.job_restart import EVERY, SAVING, STEPS, main
 from support.launcher import RUN
@@ -51,7 +51,7 @@ def test_a_restarted_job_converges_like_one_without_failures(seed: int, tmp_path
     first, second = deaths(seed)
     done = begin("-m", "support.job_restart", tmp_path, first, f"{SAVING}{second}")
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"beginning again.*\((\d) of 3\)", done.stderr) == ["1", "2"], done.stderr
+    assert re.findall(r"restarting the job.*\((\d) of 3\)", done.stderr) == ["1", "2"], done.stderr
     with World(SIZE, environment={"TORCHELASTIC_RESTART_COUNT": "9"}) as world:
         world.results(main, tmp_path / "undisturbed")
     for rank in range(SIZE):
@@ -92,7 +92,7 @@ def test_an_agent_waiting_to_rejoin_when_the_last_member_dies_does_not_count_as_
     done = begin(tmp_path / "train.py")
     assert done.returncode == 0, done.stderr
     assert "all of them have ended: none can admit it" in done.stderr
-    assert done.stderr.count("all agents are gone; beginning again (1 of 3)") == 1, done.stderr
+    assert done.stderr.count("all agents failed; restarting the job (1 of 3)") == 1, done.stderr
     result = sorted(path.name.removeprefix("up.") for path in tmp_path.glob("up.*"))
     assert result == ["0.0.0", "0.1.0", "0.1.1", "1.0.0", "1.1.0"], done.stderr
 

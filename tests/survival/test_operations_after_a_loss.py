@@ -148,7 +148,7 @@ def test_consensus_is_the_mean_of_the_survivors(fleet: Fleets) -> None:
 
 def test_an_epoch_is_distributed_among_the_survivors(fleet: Fleets) -> None:
     def run() -> tuple[list[int], list[int]]:
-        sampler = shoal.AgentSampler(range(20), seed=3)
+        sampler = shoal.data.AgentSampler(range(20), seed=3)
         first = list(sampler)
         if shoal.rank() == GONE:
             shoal.shutdown()
@@ -167,7 +167,7 @@ def test_an_epoch_is_distributed_among_the_survivors(fleet: Fleets) -> None:
 def test_unequal_shards_are_redistributed(fleet: Fleets) -> None:
     def run() -> tuple[int, float, list[int]]:
         own = range(10 * shoal.rank(), 10 * shoal.rank() + 4 + 2 * shoal.rank())  # 4, 6, 8, 10 samples
-        sampler = shoal.AgentSampler(range(100), shard=list(own))
+        sampler = shoal.data.AgentSampler(range(100), shard=list(own))
         assert len(sampler) == 7
         list(sampler)
         if shoal.rank() == GONE:
@@ -189,20 +189,20 @@ def test_unequal_shards_are_redistributed(fleet: Fleets) -> None:
 def test_machines_average_over_their_survivors(fleet: Fleets, departed: tuple[int, ...], numel: int) -> None:
     def run() -> Any:
         rank = shoal.rank()
-        shoal.set_machine_topology(topology_util.RingGraph(3), is_weighted=True)
+        shoal.bluefog.set_machine_topology(topology_util.RingGraph(3), is_weighted=True)
         x = torch.full((numel,), 10.0**rank, dtype=torch.float64)
-        shoal.hierarchical_neighbor_allreduce(x)
+        shoal.bluefog.hierarchical_neighbor_allreduce(x)
         if rank in departed:
             shoal.shutdown()
             return None
         while set(departed) & set(shoal.allgather(torch.tensor([rank])).tolist()):
             pass
-        result = shoal.hierarchical_neighbor_allreduce(x)
+        result = shoal.bluefog.hierarchical_neighbor_allreduce(x)
         assert bool((result == result[0]).all())
-        assert torch.equal(shoal.hierarchical_neighbor_allreduce(x, compression=Identity()), result)
-        machine = shoal.machine_rank()
+        assert torch.equal(shoal.bluefog.hierarchical_neighbor_allreduce(x, compression=Identity()), result)
+        machine = shoal.bluefog.machine_rank()
         weights = {(machine + 1) % 3: 0.25, (machine - 1) % 3: 0.25}
-        by_hand = shoal.hierarchical_neighbor_allreduce(x, 0.5, weights, dict.fromkeys(weights, 1.0))
+        by_hand = shoal.bluefog.hierarchical_neighbor_allreduce(x, 0.5, weights, dict.fromkeys(weights, 1.0))
         return result[0].item(), by_hand[0].item()
 
     results = fleet(6, agents_per_machine=2).run(run)
@@ -239,9 +239,9 @@ def test_new_windows_use_the_healed_topology(fleet: Fleets) -> None:
 def is_left_with_another_machine_topology() -> bool:
     """False on rank 5, which leaves. Machine 0 has another machine topology than the others."""
     graph = nx.DiGraph(topology_util.RingGraph(3))
-    if shoal.machine_rank() == 0:
+    if shoal.bluefog.machine_rank() == 0:
         graph.edges[2, 1]["weight"] = 0.75
-    shoal.set_machine_topology(graph, is_weighted=True)
+    shoal.bluefog.set_machine_topology(graph, is_weighted=True)
     shoal.barrier()
     if shoal.rank() == 5:
         shoal.shutdown()
@@ -258,7 +258,7 @@ def test_machine_topologies_that_differ_are_a_mismatch_after_a_machine_has_lost_
         if not is_left_with_another_machine_topology():
             return ""
         try:
-            return str(shoal.hierarchical_neighbor_allreduce(value(shoal.rank()), name="x", timeout=3))
+            return str(shoal.bluefog.hierarchical_neighbor_allreduce(value(shoal.rank()), name="x", timeout=3))
         except shoal.ShoalError as error:  # other agents may also find those lost whose call has failed
             return f"{type(error).__name__}: {error}"
 
@@ -279,7 +279,7 @@ def test_such_a_mismatch_has_one_outcome_on_all_agents_long_before_the_deadline(
             return "", 5.0
         # A deadline would end the call of some with DeadlineExceeded.
         with pytest.raises(shoal.ShoalError) as caught:
-            shoal.hierarchical_neighbor_allreduce(value(shoal.rank()), name="x", timeout=60)
+            shoal.bluefog.hierarchical_neighbor_allreduce(value(shoal.rank()), name="x", timeout=60)
         failed.wait(90.0)
         return type(caught.value).__name__, float(shoal.allreduce(torch.ones(1), average=False))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.operations.operation import Operation
-from shoal.operations.stage import Steps
+from shoal.execution.operation import Operation
+from shoal.execution.stage import Steps
 from shoal.runtime.agent import current
 from support.fault_points import over_both
 from support.survivors import CONTINUE
@@ -98,7 +98,7 @@ def leave_in_the_midst(kind: str) -> tuple[int, ...]:
     if shoal.rank() == 0:
         time.sleep(1.0)
     if shoal.rank() == CULPRIT:
-        started = shoal.allreduce_nonblocking if kind == "all" else shoal.neighbor_allreduce_nonblocking
+        started = shoal.nonblocking.allreduce if kind == "all" else shoal.nonblocking.neighbor_allreduce
         started(x, name="x")
         time.sleep(0.5)
         shoal.shutdown()

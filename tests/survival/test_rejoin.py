@@ -16,11 +16,12 @@ import torch
 import shoal
 from shoal import topology_util
 from shoal.algorithms import ExactDiffusion, GradientDescent, GradientTracking, ParallelGradientDescent
-from shoal.ops.state_transfer import hand_over
+from shoal.fault_tolerance.failure_detector import UNCONNECTED_GRACE
+from shoal.ops.state_transfer import transfer_state
 from shoal.runtime.agent import current
 from shoal.topology import OnePeerExponential, Static
 from support.fault_points import OVER, Point, each_over_one, over_both, over_one, seeds
-from support.rejoin import KILLED, MOST_SECONDS, AgentResult, train
+from support.rejoin import KILLED, MOST_SECONDS, AgentResult, init_slowly, members_after, train
 from support.surviving_training import optimum, resting_place
 from support.survivors import CONTINUE
 from support.world import World
@@ -39,7 +40,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "exact diffusion between machines": {
         "algorithm": ExactDiffusion(1.0, lazy=True),
         "topology": Static(topology_util.RingGraph(2)),
-        "communication_type": shoal.CommunicationType.hierarchical_neighbor_allreduce,
+        "communication_type": shoal.optim.CommunicationType.hierarchical_neighbor_allreduce,
     },
 }
 RETURNS = CONTINUE | {"SHOAL_AGENTS_PER_MACHINE": "2"}
@@ -151,10 +152,10 @@ def test_an_agent_stopped_too_long_is_replaced_and_does_not_interfere(environmen
 def save_and_load(folder: Path, steps: int, dies_at: int, parts: str = "model") -> dict[str, Any]:
     """Save every tenth step into files; what was seen."""
     model = torch.nn.BatchNorm1d(2)
-    sampler = shoal.AgentSampler(range(40))
+    sampler = shoal.data.AgentSampler(range(40))
     state: dict[str, Any] = {"model": model, "sampler": sampler, "mine": PartWithoutPlainState()}
     checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
-    call_before_load = shoal.is_entering()
+    call_before_load = shoal.observability.is_entering()
     before = shoal.allreduce(torch.tensor([float(shoal.rank() + 1)]), average=False).item()
     step = began = checkpoint.load(folder, missing_ok=True)
     first = model.weight.tolist()
@@ -230,7 +231,11 @@ def test_state_that_cannot_be_transferred_is_named_and_the_others_continue(parts
 
 def keep_saving(steps: int, dies_at: int, parts: str) -> int:
     model = torch.nn.Linear(1, 1)
-    state: dict[str, Any] = {"model": model, "sampler": shoal.AgentSampler(range(40)), "mine": PartWithoutPlainState()}
+    state: dict[str, Any] = {
+        "model": model,
+        "sampler": shoal.data.AgentSampler(range(40)),
+        "mine": PartWithoutPlainState(),
+    }
     checkpoint = shoal.Checkpoint(**{name: state[name] for name in parts.split(",")})
     step = checkpoint.load(None, missing_ok=True)
     while step < steps:
@@ -242,11 +247,30 @@ def keep_saving(steps: int, dies_at: int, parts: str) -> int:
     return step
 
 
+@over_one("shared_memory")
+def test_the_end_of_the_process_before_does_not_exclude_an_agent_that_rejoins(environment: dict[str, str]) -> None:
+    """Ranks 2 and 1 are admitted together. The process of rank 1 that was killed is there when rank 2 starts again."""
+    with World(4, environment=environment | CONTINUE, restarts=True) as world:
+        killed = {rank: world.run_on(rank, members_after, 30.0) for rank in (2, 1)}
+        for rank in killed:
+            world.kill(rank)
+        saving = {}
+        for rank, one in killed.items():
+            assert one.outcome().error == "Died"  # from here on no process has this one's number
+            world.start_again(rank, init=False)
+            world.results(init_slowly, on=[rank])
+            saving[rank] = world.run_on(rank, keep_saving, 20, -1, "model")
+        time.sleep(0.3)
+        saving |= {rank: world.run_on(rank, keep_saving, 20, -1, "model") for rank in (0, 3)}
+        assert [one.outcome().value for one in saving.values()] == [20] * 4
+        assert world.results(members_after, UNCONNECTED_GRACE + 1.0) == [(0, 1, 2, 3)] * 4
+
+
 def call_before_load() -> list[str]:
     """The errors of an agent that does not load first."""
     x, result = torch.ones(2), []
     model = torch.nn.Linear(2, 1)
-    optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = shoal.bluefog.DistributedGradientAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert torch.equal(shoal.broadcast(x, 0), x) and shoal.alive() == (shoal.rank(),)
     for call in (
         lambda: shoal.neighbor_allreduce(x),
@@ -296,7 +320,7 @@ def hand_over_on_a_ring() -> Any:
             os.kill(os.getpid(), signal.SIGKILL)
         return [agent.rank]
 
-    return hand_over(agent, None if agent.rank in (1, 2) else state)
+    return transfer_state(agent, None if agent.rank in (1, 2) else state)
 
 
 def test_an_agent_that_just_received_the_state_forwards_it_if_its_donor_dies() -> None:
@@ -316,7 +340,7 @@ def puts_before_and_after() -> str:
     checkpoint = shoal.Checkpoint(model=torch.nn.Linear(1, 1))
     shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
     x, message = torch.full((2,), float(shoal.rank())), ""
-    if not shoal.is_entering():
+    if not shoal.observability.is_entering():
         shoal.bluefog.win_create(x, "w")
         shoal.bluefog.win_put(x, "w")
         shoal.barrier()

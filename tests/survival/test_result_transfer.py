@@ -20,7 +20,7 @@ SIZE = 5
 CALLS: dict[str, Any] = {
     "small": lambda x, out: shoal.allreduce(x[:3], op="sum", name="last"),
     "into a tensor": lambda x, out: shoal.allreduce(x, op="sum", name="last", out=out),
-    "in place": lambda x, out: shoal.allreduce_(x[:3], average=False, name="last"),
+    "in place": lambda x, out: shoal.bluefog.allreduce_(x[:3], average=False, name="last"),
     "large": lambda x, out: shoal.allreduce(x, op="sum", name="last"),
     "half": lambda x, out: shoal.allreduce(x.bfloat16(), op="sum", name="last").float(),
     "gathered": lambda x, out: shoal.allgather(x[:3].view(1, 3)[: shoal.rank() % 2 + 1], name="last").sum(0),

@@ -23,7 +23,7 @@ SECONDS, PAUSE = 2.0, 0.01
 WAYS: dict[str, Any] = {
     "put": shoal.optim.DistributedWinPutOptimizer,
     "get": shoal.optim.DistributedPullGetOptimizer,
-    "in step": shoal.optim.DistributedAdaptThenCombineOptimizer,
+    "in step": shoal.DecentralizedOptimizer,
 }
 
 

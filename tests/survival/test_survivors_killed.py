@@ -168,9 +168,9 @@ def test_survivors_continue_within_a_second(environment: dict[str, str]) -> None
 def average_beside_a_refused_link(victim: int) -> tuple[float, float]:
     """Rank 0 cannot open its link to the victim, which dies, before any agent counts it as lost."""
     shoal.set_topology(shoal.topology.FullyConnectedGraph(shoal.size()))
-    shoal.barrier()
+    pid = int(shoal.broadcast(torch.tensor(os.getpid()), victim))
     if shoal.rank() == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # rank 0 kills it
     if shoal.rank() == 0:
         router = current("test").engine.router
         opened = router.link
@@ -183,6 +183,7 @@ def average_beside_a_refused_link(victim: int) -> tuple[float, float]:
         with current("test").engine.lock:
             before = router.links.pop(victim)
             router.link = link  # type: ignore[method-assign]
+            os.kill(pid, signal.SIGKILL)
     mean = shoal.neighbor_allreduce(torch.ones(3), name="mean", timeout=3600)
     if shoal.rank() == 0:
         before.close()

@@ -56,7 +56,7 @@ def train(way: str, rate: float, point: Point | None, returns: int) -> Ended:
     optimizer = WAYS[way](torch.optim.SGD(model.parameters(), lr=rate), model)
     checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
     shoal.on_membership_change(lambda change: seen.append((*change.lost, *change.entered)))
-    first = not shoal.is_entering()
+    first = not shoal.observability.is_entering()
     step, since, limit = checkpoint.load(None, missing_ok=True), 0, time.monotonic() + MOST_SECONDS
     take_a_step = step_of(optimizer, model)
     if first and point is not None:
@@ -69,7 +69,7 @@ def train(way: str, rate: float, point: Point | None, returns: int) -> Ended:
             shoal.barrier()
         if step % BETWEEN == 0:
             members = shoal.allgather(torch.tensor([rank])).tolist()
-            entered = current().engine.agreement.now.entered
+            entered = current().engine.agreement.plan.n_admitted
             if entered < returns or len(members) != (SIZE if returns else len(LEFT)):
                 since = 0
                 time.sleep(0.01)
@@ -136,6 +136,39 @@ def test_a_neighbour_that_dies_during_a_probe_is_no_error(environment: dict[str,
     assert outcomes.pop(VICTIM).error == "Died"
     assert not [outcome.trace for outcome in outcomes if outcome.error]
     assert {outcome.value for outcome in outcomes} == {tuple(LEFT)}
+
+
+def hold_mutexes_until_failed() -> str:
+    """Take the neighbours' mutexes, without a pause, until the victim has died and after; the error of naming it."""
+    shoal.set_topology(topology_util.RingGraph(SIZE))
+    window = shoal.windows.create(torch.zeros(3), "asked")
+    limit = time.monotonic() + (0.3 if shoal.rank() == VICTIM else MOST_SECONDS)
+    after = 3
+    while after and time.monotonic() < limit:
+        after -= VICTIM not in shoal.alive()
+        with window.mutex():
+            pass
+        window.put(require_mutex=True)
+        window.get(require_mutex=True)
+    if shoal.rank() == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = ""
+    if VICTIM in window.destinations:
+        with pytest.raises(shoal.PeerLost) as caught, window.mutex([VICTIM]):
+            pass
+        error = str(caught.value)
+    shoal.barrier()
+    window.free()
+    return error
+
+
+@over_both
+def test_mutexes_of_a_lost_neighbour_are_left_out_unless_it_is_named(environment: dict[str, str]) -> None:
+    with World(SIZE, environment=environment | CONTINUE) as world:
+        outcomes = world.run(hold_mutexes_until_failed)
+    assert outcomes.pop(VICTIM).error == "Died"
+    assert not [outcome.trace for outcome in outcomes if outcome.error]
+    assert [f"needs rank {VICTIM}" in outcome.value for outcome in outcomes] == [True, True, False]
 
 
 @over_both

@@ -22,7 +22,7 @@ from shoal.topology import (
     with_uniform_weights,
 )
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def followed(schedule: Schedule, starts: int) -> np.ndarray:

@@ -27,10 +27,11 @@ from shoal.topology import (
     with_metropolis_hastings_weights,
     with_uniform_weights,
 )
+from shoal.topology.analysis import consensus
 from shoal.topology.analysis.consensus import default_start
 from support.topology_suite import product
 
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=30)
 errors = st.sampled_from([0.47, 0.03, 1e-4])
 
 
@@ -134,6 +135,25 @@ def test_agents_that_never_reach_the_average_are_reported(topology: object) -> N
     result = rounds_to(topology, 1e-3)
     assert result.never and result.value is None and str(result) == "never"
     assert exact_length(topology) is None
+
+
+@pytest.mark.parametrize(
+    ("topology", "error"),
+    [
+        (find("one-peer-grid").schedule(64), 0.1),
+        *[(with_uniform_weights(nx.path_graph(100)), error) for error in (0.2, 0.15, 0.1)],
+    ],
+)
+def test_a_weighted_mean_comes_within_a_large_error(topology: nx.Graph | Schedule, error: float) -> None:
+    """Late: its values are at their limit, another mean, only after many periods."""
+    schedule = topology if isinstance(topology, Schedule) else Static(topology)
+    assert rounds_to(topology, error).value == run(schedule, error, default_start(schedule.size))
+    assert rounds_to(topology, 1e-6).never
+
+
+def test_slow_agents_that_may_still_agree_need_more_rounds_than_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consensus, "_MOST_ROUNDS", 1_000)
+    assert str(rounds_to(with_uniform_weights(nx.path_graph(100)), 0.01)) == "more than 1000"
 
 
 @pytest.mark.parametrize("size", [3, 6, 11, 16])

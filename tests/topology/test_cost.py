@@ -26,7 +26,7 @@ from shoal.topology import (
     with_uniform_weights,
 )
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 @st.composite
@@ -132,6 +132,12 @@ def test_relative_gain_is_the_other_cost_over_this_cost(other: float, this: floa
 def test_a_negative_cost_has_no_gain(other: float, this: float) -> None:
     with pytest.raises(ValueError, match="two numbers of at least 0"):
         relative_gain(other, this)
+
+
+@pytest.mark.parametrize("handshakes", [-1, float("nan")])
+def test_an_invalid_number_of_handshakes_is_refused(handshakes: float) -> None:
+    with pytest.raises(ValueError, match=f"handshakes is {handshakes}"):
+        alpha_beta(handshakes, 5, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import shoal
 from shoal.algorithms import GradientDescent, run
 from shoal.sim import StackedFleet
 from shoal.topology import AnyTopology, CustomSchedule, RingGraph, rounds_to
-from shoal.topology.weights import mixing_matrix
+from shoal.topology.mixing import mixing_matrix
 
 SIZE = 4
 

@@ -287,6 +287,8 @@ def test_an_invalid_layout_is_refused():
         draw(RingGraph(6), layout="tree")
     with pytest.raises(ValueError, match="no layout 'spiral'"):
         draw(RingGraph(6), layout="spiral")
+    with pytest.raises(ValueError, match="no layout 'spiral'"):
+        draw(RingGraph(6), agents_per_machine=2, layout="spiral")
 
 
 @pytest.mark.parametrize(("size", "per_machine"), [(4, 4), (4, 2), (12, 3), (16, 4), (64, 8)])
@@ -359,8 +361,12 @@ def test_rounds_and_width_can_be_chosen():
     figure = draw_schedule(Dimensions(3, 3), rounds=2, width=5.0)
     assert len(figure.axes) == 2
     assert figure.get_figwidth() == 5.0
-    with pytest.raises(ValueError, match="rounds is 0"):
-        draw_schedule(RingGraph(4), rounds=0)
+    for rounds in (0, 10**9):
+        with pytest.raises(ValueError, match=f"rounds is {rounds}, and a picture shows 1 to 1000"):
+            draw_schedule(RingGraph(4), rounds=rounds)
+    for width in (0.0, -1.0, 1e9, float("nan")):
+        with pytest.raises(ValueError, match=r"width is .*: pass inches"):
+            draw_schedule(RingGraph(4), width=width)
 
 
 def test_all_rounds_of_a_hypercube_use_its_layout_with_its_other_edges_pale():

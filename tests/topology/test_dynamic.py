@@ -34,7 +34,7 @@ GENERATORS = {
 
 INNER_OUTER = [GetInnerOuterRingDynamicSendRecvRanks, GetInnerOuterExpo2DynamicSendRecvRanks]
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 def fleet(function, world_size, local_size):

@@ -28,7 +28,7 @@ from shoal.topology import (
     spectral_gap,
 )
 
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=30)
 
 # 1 - ||W - J||_2 of ring, star, torus, static exponential graph and hypercube.
 GAPS = {

@@ -44,7 +44,7 @@ CONSTRUCTORS = {
 CIRCULANT = sorted(CONSTRUCTORS.keys() - {"MeshGrid2DGraph", "StarGraph_center0"})
 SYMMETRIC = ["SymmetricExponentialGraph_base4", "MeshGrid2DGraph", "StarGraph_center0", "RingGraph_style0"]
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 sizes = st.integers(1, 40)
 
 

@@ -144,6 +144,13 @@ def test_an_agent_without_sources_needs_no_replacement_edges() -> None:
     np.testing.assert_array_equal(Without(matrix, [0]).matrix(0), [[1, 0, 0], [0, 1, 0], [0, 0.5, 0.5]])
 
 
+@pytest.mark.parametrize("topology", [OnePeerExponential(4), RingGraph(4), BaseGraph(6)])
+def test_without_all_agents_nobody_speaks(topology: nx.DiGraph | Schedule) -> None:
+    size = topology.size if isinstance(topology, Schedule) else len(topology)
+    healed = Without(topology, range(size))
+    assert all((healed.matrix(round) == np.eye(size)).all() for round in range(healed.period or 1))
+
+
 def test_a_healed_topology_is_a_valid_schedule() -> None:
     healed = Without(OnePeerExponential(8), [1])
     assert healed.period == 3

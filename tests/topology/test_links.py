@@ -9,8 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shoal.topology import CATALOG, CecaPairs, RingRandom, Schedule, ShiftOne, Topology, Without, find
-from shoal.topology._edges import Edges, assemble
-from shoal.topology.schedule import EdgeSchedule
+from shoal.topology.schedule import Edges, EdgeSchedule, assemble
 
 ROUNDS = 16
 """Rounds of a schedule without a period that are looked at here."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.topology import ExponentialTwoGraph, MeshGrid2DGraph, Mixing, RingGraph, StarGraph, mixing_matrix
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 

@@ -28,7 +28,7 @@ APPLICABLE = [
 
 @pytest.mark.parametrize(("topology", "check", "numbers"), APPLICABLE)
 def test_every_topology(topology, check, numbers):
-    @settings(max_examples=4, deadline=None, database=None)
+    @settings(max_examples=4, database=None)
     @given(size=st.sampled_from(numbers), round=st.integers(0, 100_000))
     def holds(size, round):
         check(topology, size, round)

@@ -21,7 +21,7 @@ from shoal.topology import (
     mixing_matrix,
 )
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 @st.composite

@@ -47,7 +47,7 @@ def test_base_graphs_are_exact_for_every_number_of_agents(family, peers):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 90), st.integers(1, 6))
 def test_rounds_are_symmetric_averages_of_at_most_k_peers(family, size, peers):
     schedule = family(size, peers)
@@ -60,7 +60,7 @@ def test_rounds_are_symmetric_averages_of_at_most_k_peers(family, size, peers):
 
 
 @given(st.integers(2, 3000), st.integers(1, 6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_length_is_bounded_by_the_papers_theorem(size, peers):
     simple, base = SimpleBaseGraph(size, peers).period, BaseGraph(size, peers).period
     assert base <= simple <= 2 * log(size, peers + 1) + 2 + 1e-9

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.topology import DEquiStatic, ODEquiDyn, OUEquiDyn, UEquiStatic, _random, spectral_gap
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 sizes = st.integers(2, 30)
 seeds = st.integers(0, 2**32)
 

@@ -31,7 +31,7 @@ from shoal.topology import (
 )
 from support.topology_suite import product
 
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=30)
 
 
 @st.composite

@@ -27,7 +27,7 @@ from shoal.topology import (
 )
 from support.topology_suite import product
 
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=30)
 evens = st.integers(1, 20).map(lambda half: 2 * half)
 seeds = st.integers(0, 2**64 - 1)
 

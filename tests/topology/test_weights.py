@@ -23,7 +23,7 @@ from shoal.topology import (
     with_weights,
 )
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 # The BlueFog paper's figure 2: node 5 there, rank 4 here, has N = {1, 2, 3, 4} and M = {1, 3}. The rest is ours.
 FIGURE_TWO = nx.DiGraph([(0, 4), (1, 4), (2, 4), (3, 4), (4, 0), (4, 2), (0, 1), (2, 1), (2, 3)])

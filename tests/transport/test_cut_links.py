@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import shoal
+from shoal.errors import ProtocolError
 from shoal.runtime.agent import current
 from shoal.transport.network_link import NetworkLink
 from shoal.transport.retransmit import ACKNOWLEDGE_AFTER_UNITS, ReceivedOffset, SendBuffer
-from shoal.transport.wire import ProtocolError
 from support.leftovers import nothing_is_left
 from support.limits import scaled
 from support.relay import Change, in_the_middle
@@ -77,10 +77,10 @@ def rounds() -> list[torch.Tensor]:
     results = []
     for step in range(20):
         handles = [
-            shoal.neighbor_allreduce_nonblocking(torch.full((size,), 10.0 * step + shoal.rank()), name=f"of {size}")
+            shoal.nonblocking.neighbor_allreduce(torch.full((size,), 10.0 * step + shoal.rank()), name=f"of {size}")
             for size in SIZES
         ]
-        results += [shoal.wait(handle) for handle in handles]
+        results += [shoal.bluefog.wait(handle) for handle in handles]
         results.append(shoal.allreduce(torch.tensor([float(shoal.rank() + step)])))
     return results
 

@@ -13,13 +13,13 @@ import torch
 import shoal
 from shoal.runtime.agent import current
 from shoal.transport import sockets
-from shoal.transport.authentication.handshake import Connecting
+from shoal.transport.authentication import Connecting
 from shoal.transport.link import Receiver
+from shoal.transport.messages import Kind, Message
 from shoal.transport.network_link import NetworkLink
 from shoal.transport.poller import Poller
 from shoal.transport.shared_memory import SharedMemoryLink
 from shoal.transport.sockets import CONTROL, GOODBYE, Outgoing
-from shoal.transport.wire import Kind, Message
 from support.leftovers import wait_until
 
 

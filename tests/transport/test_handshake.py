@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.transport.authentication.handshake import MESSAGES, QUESTION, REFUSED, REVERSED, Accepting, Connecting
-from shoal.transport.wire import ProtocolError
+from shoal.errors import ProtocolError
+from shoal.transport.authentication import MESSAGES, QUESTION, REFUSED, REVERSED, Accepting, Connecting
 
 SIZE = 3
 

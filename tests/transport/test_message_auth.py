@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.transport.authentication.message_auth import ChecksumSeal, CorruptMessage, MacSeal, strong, sums, unchecked
-from shoal.transport.wire import ProtocolError
+from shoal.errors import ProtocolError
+from shoal.transport.authentication import ChecksumSeal, CorruptMessage, MacSeal
+from shoal.transport.network_link import strong, sums, unchecked
 
-few = settings(max_examples=100, deadline=None)
+few = settings(max_examples=100)
 
 
 @few

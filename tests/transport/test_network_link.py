@@ -9,14 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shoal.transport.authentication.handshake import MESSAGES, Accepting, Connecting
-from shoal.transport.authentication.message_auth import CorruptMessage
+from shoal.transport.authentication import MESSAGES, Accepting, Connecting, CorruptMessage
 from shoal.transport.link import NullReceiver, Published
+from shoal.transport.messages import Kind, Message
 from shoal.transport.network_link import CHUNK_BYTES, NetworkIncoming, NetworkLink
 from shoal.transport.poller import Poller
 from shoal.transport.retransmit import ConnectionCut
 from shoal.transport.shared_regions import Arena, ResultPool
-from shoal.transport.wire import Kind, Message
 
 
 class Recorder(NullReceiver):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shoal.errors import ProtocolError
 from shoal.transport.retransmit import (
     ACKNOWLEDGE_AFTER_BYTES,
     ACKNOWLEDGE_AFTER_UNITS,
@@ -11,7 +12,6 @@ from shoal.transport.retransmit import (
     ReceivedOffset,
     SendBuffer,
 )
-from shoal.transport.wire import ProtocolError
 
 
 def sent(*units: int) -> SendBuffer[int]:

@@ -13,15 +13,14 @@ import torch
 
 import shoal
 from shoal.engine.watchdog import ALIVE
+from shoal.errors import ProtocolError
 from shoal.runtime.agent import current
 from shoal.transport import reverse_connections
-from shoal.transport.addresses import parse_ports
-from shoal.transport.authentication.handshake import MESSAGES, REVERSED, Accepting, Connecting
+from shoal.transport.addresses import listen_tcp, parse_ports
+from shoal.transport.authentication import MESSAGES, REVERSED, Accepting, Connecting
 from shoal.transport.link import Link
+from shoal.transport.messages import Kind, Message
 from shoal.transport.network_link import NetworkLink
-from shoal.transport.protocol import ProtocolError
-from shoal.transport.tcp import listen
-from shoal.transport.wire import Kind, Message
 from support.closed_ports import closed_ports, refused
 from support.leftovers import nothing_is_left, wait_until
 from support.limits import scaled
@@ -36,10 +35,10 @@ def rounds(count: int = 5) -> list[torch.Tensor]:
     results = []
     for step in range(count):
         handles = [
-            shoal.neighbor_allreduce_nonblocking(torch.full((size,), 10.0 * step + shoal.rank()), name=f"of {size}")
+            shoal.nonblocking.neighbor_allreduce(torch.full((size,), 10.0 * step + shoal.rank()), name=f"of {size}")
             for size in SIZES
         ]
-        results += [shoal.wait(handle) for handle in handles]
+        results += [shoal.bluefog.wait(handle) for handle in handles]
         results.append(shoal.allreduce(torch.tensor([float(shoal.rank() + step)])))
     return results
 
@@ -228,11 +227,11 @@ def test_agents_listen_on_their_configured_ports_each_on_its_own() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         first = listener.getsockname()[1]
         ports = range(first, min(first + 50, 1 << 16))
-        socks = [listen("127.0.0.1", ports) for _ in range(3)]
+        socks = [listen_tcp("127.0.0.1", ports) for _ in range(3)]
         results = [sock.getsockname()[1] for sock in socks]
         assert len({*results}) == 3 and all(port in ports and port != first for port in results)
         with pytest.raises(OSError, match="SHOAL_PORTS"):
-            listen("127.0.0.1", range(first, first + 1))
+            listen_tcp("127.0.0.1", range(first, first + 1))
         for sock in socks:
             sock.close()
 

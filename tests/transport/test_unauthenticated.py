@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from shoal.transport.acceptor import HURRY_SECONDS, KNOWN_ROOM, MOST_UNKNOWN, ROOM, Unauthenticated, origin_of
-from shoal.transport.incoming import Incoming
+from shoal.transport.sockets import Incoming
 
 
 class PendingConnections:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from shoal.transport.authentication.message_auth import MacSeal, sums
+from shoal.transport.authentication import MacSeal
 from shoal.transport.link import Receiver
-from shoal.transport.network_link import WAKE_BYTES, NetworkIncoming
+from shoal.transport.messages import Kind, Message, Where, encode
+from shoal.transport.network_link import WAKE_BYTES, NetworkIncoming, sums
 from shoal.transport.shared_regions import ResultPool
-from shoal.transport.wire import Kind, Message, Where, encode
 from support.packets import over_tcp
 
 PATIENCE_SECONDS = 5.0

@@ -53,7 +53,7 @@ def test_put_and_get_of_a_scalar_between_three_agents(fleet: Fleets) -> None:
 def test_put_accumulate_and_collect_in_every_dtype(fleet: Fleets, dtype: torch.dtype, numel: int, shared: bool) -> None:
     def run() -> list[float]:
         shoal.set_topology(shoal.topology.RingGraph(2))
-        x = shoal.empty(numel, dtype=dtype) if shared else torch.empty(numel, dtype=dtype)
+        x = shoal.windows.empty(numel, dtype=dtype) if shared else torch.empty(numel, dtype=dtype)
         x.fill_(shoal.rank() + 1)
         shoal.bluefog.win_create(x, "x", zero_init=True)
         shoal.bluefog.win_put(x, "x")

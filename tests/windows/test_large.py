@@ -24,7 +24,7 @@ def put_and_update() -> list[int]:
     shoal.set_topology(nx.DiGraph([(0, 1)]))
     sender = shoal.rank() == 0
     sent = torch.zeros(NUMEL if sender else 0, dtype=torch.uint8)
-    x = sent if sender else shoal.empty(NUMEL, dtype=torch.uint8).zero_()
+    x = sent if sender else shoal.windows.empty(NUMEL, dtype=torch.uint8).zero_()
     shoal.bluefog.win_create(x, "x", zero_init=True)
     results: list[int] = []
     if sender:

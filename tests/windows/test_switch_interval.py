@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.windows.requests import SECONDS, short_switch_interval
+from shoal.windows.owner_service import SWITCH_INTERVAL_SECONDS, short_switch_interval
 from shoal.windows.window_memory import OWN, WindowMemory
 from support.leftovers import wait_until
 from support.limits import scaled
@@ -62,7 +62,7 @@ def test_a_put_is_written_with_a_short_switch_interval(at_locks: list[tuple[floa
         return float(shoal.bluefog.win_update("x", 0.0, {1 - shoal.rank(): 1.0}, clone=True)[-1])
 
     assert shoal.Fleet(2, transport="network", timeout=20.0).run(run)[0] == 1.0
-    assert at_locks == [(SECONDS, True)]
+    assert at_locks == [(SWITCH_INTERVAL_SECONDS, True)]
     assert now() == USERS
 
 
@@ -85,7 +85,7 @@ def test_an_acquired_lock_is_retried_with_a_short_switch_interval(at_locks: list
 
     assert shoal.Fleet(2, transport="network", timeout=20.0).run(run) == [True, True]
     assert at_locks[0][1] is False
-    assert {interval for interval, _ in at_locks} == {SECONDS}
+    assert {interval for interval, _ in at_locks} == {SWITCH_INTERVAL_SECONDS}
     assert now() == USERS
 
 
@@ -94,7 +94,7 @@ def test_the_last_exit_restores_the_users_interval() -> None:
         first.enter_context(short_switch_interval())
         second.enter_context(short_switch_interval())
         first.close()
-        assert now() == SECONDS
+        assert now() == SWITCH_INTERVAL_SECONDS
         second.close()
         assert now() == USERS
 
@@ -109,7 +109,7 @@ def test_a_change_by_the_user_is_kept_after_another_thread_exits() -> None:
     with short_switch_interval():
         sys.setswitchinterval(0.002)
         with short_switch_interval():
-            assert now() == SECONDS
+            assert now() == SWITCH_INTERVAL_SECONDS
     assert now() == 0.002
 
 
@@ -133,7 +133,7 @@ def test_an_interval_is_restored_exactly_however_often(microseconds: int) -> Non
 def test_a_child_process_has_the_users_interval_and_no_active_block() -> None:
     script = f"""
 import os, sys
-from shoal.windows.requests import short_switch_interval
+from shoal.windows.owner_service import short_switch_interval
 sys.setswitchinterval({USERS})
 with short_switch_interval():
     child = os.fork()
@@ -147,4 +147,4 @@ with short_switch_interval():
     os.waitpid(child, 0)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=scaled(50))
-    assert done.stdout == f"{[USERS, SECONDS, USERS]}\n", done.stderr
+    assert done.stdout == f"{[USERS, SWITCH_INTERVAL_SECONDS, USERS]}\n", done.stderr

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.runtime.agent import current
+from shoal.kernels.sums import add_scaled
+from shoal.runtime.agent import bind, current
 from shoal.windows import SlotState, Window, by_name, registry
 from shoal.windows.locks import ByteLocks
 from shoal.windows.window_memory import OWN
@@ -258,6 +259,165 @@ def test_invalid_calls_raise_and_send_nothing(fleet: Fleets) -> None:
     fleet(4).run(run)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "beyond"),
+    [
+        (torch.float32, 1e39),
+        (torch.bfloat16, -1e39),
+        (torch.int32, 1 << 40),
+        (torch.uint8, 300),
+        (torch.int64, 1 << 63),
+    ],
+)
+def test_a_weight_beyond_the_range_of_the_dtype_changes_nothing(
+    fleet: Fleets, dtype: torch.dtype, beyond: float
+) -> None:
+    """torch refuses it within the sum, after the tensor has been multiplied by its own weight, or the product wraps."""
+
+    def run() -> None:
+        other = ring_of_two()
+        shoal.windows.turn_on_associated_p()
+        window = shoal.windows.create(torch.full((3,), 2, dtype=dtype), "x")
+        for argument, call in (
+            (f"src_weights\\[{other}\\]", lambda: window.update(2, {other: beyond})),
+            ("self_weight", lambda: window.update(beyond, {other: 1})),
+            (f"dst_weights\\[{other}\\]", lambda: window.put(dst_weights={other: beyond})),
+            (f"dst_weights\\[{other}\\]", lambda: window.accumulate(dst_weights={other: beyond})),
+            ("self_weight", lambda: window.accumulate(self_weight=beyond)),
+            (f"src_weights\\[{other}\\]", lambda: window.get({other: beyond})),
+        ):
+            with pytest.raises(ValueError, match=rf"'x': {argument}=.* holds {dtype}; give a weight from"):
+                call()
+        shoal.barrier()
+        assert window.p == 1.0 and window.tensor.tolist() == [2, 2, 2]
+        assert window.version() == {other: 0} and window.slots()[other].accumulates == 0
+        assert window.update(0, {other: 1}).tolist() == [2, 2, 2]
+
+    fleet(2).run(run)
+
+
+def test_of_two_threads_that_make_a_window_one_does(fleet: Fleets) -> None:
+    """Both pass the check of the name; the second would wait for a window that no neighbour makes."""
+
+    def run() -> tuple[list[bool], float]:
+        other, made = ring_of_two(), list[bool]()
+        for _ in range(20):
+            x = torch.full((2,), shoal.rank() + 1.0)
+            together = threading.Barrier(2)
+
+            def make(x: torch.Tensor = x, together: threading.Barrier = together) -> None:
+                together.wait()
+                made.append(by_name.win_create(x, "x", timeout=5.0))
+
+            second = threading.Thread(target=bind(make))
+            second.start()
+            make()
+            second.join()
+            shoal.barrier()
+            by_name.win_put(x, "x")
+            shoal.barrier()
+            found = by_name.win_update("x", 0.0, {other: 1.0})[0].item()
+            by_name.win_free("x")
+            shoal.barrier()
+        return sorted(made), found
+
+    assert fleet(2).run(run) == [([False] * 20 + [True] * 20, 2.0), ([False] * 20 + [True] * 20, 1.0)]
+
+
+def test_a_registered_tensor_that_was_given_other_memory_is_refused(fleet: Fleets) -> None:
+    """Neighbours have mapped the memory of ``shoal.windows.empty``, and would get its old numbers for ever."""
+
+    def run() -> None:
+        other = ring_of_two()
+        x = shoal.windows.empty(2).fill_(1.0)
+        window = shoal.windows.create(x, "x")
+        first = x.data
+        x.data = torch.full((2,), 3.0)
+        for call in (window.update, window.collect, window.put, lambda: window.accumulate(torch.zeros(2))):
+            with pytest.raises(ValueError, match=rf"'x' on rank {1 - other} has other memory now"):
+                call()  # type: ignore[operator]
+        x.data = first
+        shoal.barrier()
+        assert window.version() == {other: 0} and window.update().tolist() == [1.0, 1.0]
+        shoal.barrier()
+        copied = shoal.windows.create(torch.ones(2), "y")
+        copied.tensor.data = torch.full((2,), 3.0)  # of this one neighbours read a copy
+        copied.put()
+        copied.tensor.resize_(5)
+        with pytest.raises(ValueError, match=r"win_put: the window 'y' holds a tensor of shape \[2\]"):
+            copied.put(torch.zeros(2))
+        shoal.barrier()
+        copied.get()  # the copy that the put has renewed
+        copied.tensor.resize_(2)
+        assert copied.update(0.0, {other: 1.0}, clone=True).tolist() == [3.0, 3.0]
+        shoal.barrier()
+
+    fleet(2).run(run)
+
+
+def test_an_agent_that_names_itself_holds_its_own_mutex(fleet: Fleets) -> None:
+    """So that all agents can run one program: ``with window.mutex([0])``."""
+    inside: list[int] = []
+
+    def run() -> bool:
+        ring_of_two()
+        window, alone = shoal.windows.create(torch.zeros(1), "x"), True
+        for _ in range(20):
+            with window.mutex([0]):
+                inside.append(shoal.rank())
+                time.sleep(0.001)
+                alone = alone and inside == [shoal.rank()]
+                inside.remove(shoal.rank())
+        shoal.barrier()
+        with pytest.raises(TypeError, match="ranks must be a list of ranks, not 0"), window.mutex(0):  # type: ignore[arg-type]
+            pass
+        shoal.barrier()
+        return alone
+
+    assert fleet(2).run(run) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+def test_an_accumulated_product_has_the_same_bits_over_each_transport(fleet: Fleets, dtype: torch.dtype) -> None:
+    def run() -> torch.Tensor:
+        other, rank = ring_of_two(), shoal.rank()
+        x, y = (torch.randn(1001, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
+        window = shoal.windows.create(x, "x", zero_init=True)
+        shoal.barrier()
+        if rank == 0:
+            window.put(x, dst_weights={1: 1 / 3})
+            window.accumulate(y, dst_weights={1: 0.7})
+        shoal.barrier()
+        return window.update(0, {other: 1}, clone=True)
+
+    expected = torch.empty(1001, dtype=dtype)
+    x, y = (torch.randn(1001, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))
+    add_scaled(expected, x * (1 / 3), y, 0.7)
+    assert torch.equal(fleet(2).run(run)[1], expected)
+
+
+def test_the_switch_of_the_writer_decides_whether_p_moves(fleet: Fleets) -> None:
+    """The writer has given its share away: an owner that turns p on later would lose it."""
+
+    def run() -> list[float]:
+        other, rank = ring_of_two(), shoal.rank()
+        window = shoal.windows.create(torch.ones(2), "x", zero_init=True)
+        if rank == 0:
+            shoal.windows.turn_on_associated_p()
+            window.accumulate(self_weight=0.5, dst_weights={1: 0.5})
+        shoal.barrier()
+        results = [window.p + window.slots()[other].p]
+        shoal.barrier()
+        shoal.windows.turn_on_associated_p()
+        if rank == 0:
+            shoal.windows.turn_off_associated_p()
+            window.put()  # without p: what is in the slot stays
+        shoal.barrier()
+        return [*results, window.slots()[other].p]
+
+    assert fleet(2).run(run) == [[0.5, 0.0], [1.5, 0.5]]
+
+
 def test_a_freed_window_raises_and_a_new_one_of_its_name_is_independent(fleet: Fleets) -> None:
     def run() -> float:
         other = ring_of_two()
@@ -284,6 +444,62 @@ def test_a_freed_window_raises_and_a_new_one_of_its_name_is_independent(fleet: F
         return again.update(0.0, {other: 1.0})[0].item()
 
     assert fleet(2).run(run) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("numel", [3, 70_000])
+@pytest.mark.parametrize("make", [torch.empty, shoal.windows.empty])
+def test_a_window_made_in_inference_mode_is_written_to_outside_of_it(
+    fleet: Fleets, make: Callable[[int], torch.Tensor], numel: int
+) -> None:
+    """The slots outlive that mode. Between machines an error of a write would end the owner's exchange."""
+
+    def run() -> list[float]:
+        other = ring_of_two()
+        with torch.inference_mode():
+            window = shoal.windows.create(make(numel).fill_(shoal.rank() + 1.0), "x", zero_init=True)
+        shoal.barrier()
+        window.put()
+        window.accumulate_nonblocking(dst_weights={other: 2}).wait()
+        shoal.barrier()
+        results = [window.update(0, {other: 1}, clone=True)[-1].item()]
+        with torch.inference_mode():
+            window.get_nonblocking().wait()
+        shoal.barrier()
+        results.append(window.collect()[0].item())
+        shoal.barrier()
+        # Memory that was taken in that mode is used again.
+        return [*results, shoal.neighbor_allreduce(torch.full((numel,), shoal.rank() + 1.0))[0].item()]
+
+    assert fleet(2).run(run) == [[6.0, 3.0, 1.5], [3.0, 3.0, 1.5]]
+
+
+def test_a_call_that_waits_for_a_mutex_ends_when_its_own_agent_frees_the_window(fleet: Fleets) -> None:
+    """Between machines it waits for a reply. Until its deadline no nonblocking call on another window would begin."""
+
+    def run() -> None:
+        ring_of_two()
+        window, other = (shoal.windows.create(torch.zeros(2), name) for name in "xy")
+        if shoal.rank():
+            with window.mutex(for_self=True):
+                shoal.barrier()
+                shoal.barrier()
+        else:
+            shoal.barrier()
+            put = window.put_nonblocking(require_mutex=True)
+            behind = other.put_nonblocking()
+            with pytest.raises(shoal.DeadlineExceeded):
+                put.wait(0.1)
+            window.free()
+            with pytest.raises(shoal.Mismatch, match=r"'x' on rank 0.*rank 0 has freed this window"):
+                put.wait(5.0)
+            behind.wait(5.0)
+            shoal.barrier()
+        shoal.barrier()
+        with window.mutex(for_self=True) if shoal.rank() else nullcontext():  # it was given back
+            shoal.barrier()
+        assert other.version() == {1 - shoal.rank(): shoal.rank()}
+
+    fleet(2).run(run)
 
 
 @pytest.mark.transport("network")
@@ -315,7 +531,7 @@ def test_a_put_that_cannot_scale_its_tensor_does_not_scale_p_either(fleet: Fleet
     def run() -> None:
         other, rank = ring_of_two(), shoal.rank()
         shoal.windows.turn_on_associated_p()
-        window = shoal.windows.create(shoal.empty(3).fill_(8.0), "x", zero_init=True)
+        window = shoal.windows.create(shoal.windows.empty(3).fill_(8.0), "x", zero_init=True)
         if rank == 0:
             part = window._part
             # As a neighbour does that gets the tensor, and is stopped.
@@ -513,7 +729,7 @@ def test_calls_of_both_forms_have_equal_events(fleet: Fleets) -> None:
         x = torch.zeros(2)
         window = shoal.windows.create(x, "x")
         seen: list[tuple[str, str]] = []
-        unsubscribe = shoal.events().subscribe(
+        unsubscribe = shoal.observability.events().subscribe(
             lambda event: seen.append((event.kind, event.operation)) if event.operation.startswith("win_") else None
         )
         window.put()
@@ -588,3 +804,77 @@ def test_a_tensor_of_inference_mode_can_be_a_window(fleet: Fleets) -> None:
         return x.mean().item()
 
     assert fleet(2).run(run) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("numel", [5, 8192, 1 << 20])
+@pytest.mark.parametrize("inference", [False, True])
+def test_conjugate_and_negative_views_are_sent_and_registered_by_value(
+    fleet: Fleets, numel: int, inference: bool
+) -> None:
+    """Their memory holds other numbers than their values."""
+
+    def run() -> None:
+        ring_of_two()
+        with torch.inference_mode() if inference else nullcontext():
+            conjugate = torch.full((numel,), 1 + 2j, dtype=torch.complex64).conj()
+            negative, registered = torch._neg_view(torch.ones(numel)), torch._neg_view(torch.full((numel,), 3.0))
+            registered_conjugate = torch.full((numel,), 2j, dtype=torch.complex64).conj()
+        sent = {
+            "conjugate": (torch.zeros(numel, dtype=torch.complex64), conjugate, 1 - 2j),
+            "negative": (torch.zeros(numel), negative, -1.0),
+            "registered": (registered, None, -3.0),
+            "registered conjugate": (registered_conjugate, None, -2j),
+        }
+        for name, (tensor, value, number) in sent.items():
+            window = shoal.windows.create(tensor, name, zero_init=True)
+            (source,) = window.sources
+            for send, weight, slot in [("put", 1.0, 1.0), ("put", 0.5, 0.5), ("accumulate", 2.0, 2.5)]:
+                getattr(window, send)(value, dst_weights={source: weight})
+                shoal.barrier()
+                assert (window.update(0.0, {source: 1.0}, clone=True) == slot * number).all(), (name, send, weight)
+                shoal.barrier()
+            window.put(value, self_weight=1.0)
+            shoal.barrier()
+            window.update(1.0, {source: 1.0})
+            assert (tensor == number * (2 if value is None else 1)).all(), name
+            shoal.barrier()
+            window.get()
+            assert (window.update(0.0, {source: 1.0}, clone=True) == tensor).all(), name
+            shoal.barrier()
+            window.free()
+
+    fleet(2).run(run)
+
+
+def test_a_window_that_is_freed_during_an_accumulate_raises_for_the_neighbours_without_it() -> None:
+    """By another thread, between the copies to two neighbours: the second one's would be skipped silently."""
+
+    def run() -> str | int:
+        rank = shoal.rank()
+        shoal.set_topology(shoal.topology.FullyConnectedGraph(3))
+        window = shoal.windows.create(torch.full((4,), float(rank)), "x", zero_init=True)
+        shoal.barrier()
+        result: str | int = ""
+        if rank == 0:
+            part = window._part
+            memory = part.direct[part._order[0]]
+            write = memory.write
+
+            def write_and_free(*arguments: Any) -> None:
+                write(*arguments)
+                thread = threading.Thread(target=part._owner.free, args=("x",))
+                thread.start()
+                thread.join()
+
+            memory.write = write_and_free  # type: ignore[method-assign]
+            with pytest.raises(shoal.Mismatch) as raised:
+                window.accumulate(torch.ones(4))
+            result = str(raised.value)
+        shoal.barrier()
+        if rank:
+            result = window.slots()[0].accumulates
+        shoal.barrier()
+        return result
+
+    message, first, second = shoal.Fleet(3).run(run)
+    assert "rank 0 has freed this window" in str(message) and (first, second) == (1, 0)

@@ -32,7 +32,6 @@ from .local_steps import KGT as KGT
 from .local_steps import LED as LED
 from .local_steps import GossipPGA as GossipPGA
 from .local_steps import LocalSteps as LocalSteps
-from .machines import OfMachines as OfMachines
 from .matrices import DeMuon as DeMuon
 from .matrices import PowerGossip as PowerGossip
 from .mix import Mix as Mix
@@ -45,16 +44,17 @@ from .momentum import MomentumTracking as MomentumTracking
 from .momentum import QuasiGlobalMomentum as QuasiGlobalMomentum
 from .needs import Need as Need
 from .needs import check as check
-from .outer import EASGD as EASGD
-from .outer import DiLoCo as DiLoCo
-from .outer import GASLoC as GASLoC
-from .outer import NoLoCo as NoLoCo
-from .outer import SlowMo as SlowMo
+from .outer_optimizers import EASGD as EASGD
+from .outer_optimizers import DiLoCo as DiLoCo
+from .outer_optimizers import GASLoC as GASLoC
+from .outer_optimizers import NoLoCo as NoLoCo
+from .outer_optimizers import SlowMo as SlowMo
 from .per_link import DecentralizedADMM as DecentralizedADMM
 from .per_link import RelaySum as RelaySum
-from .robust_mixing import RobustMixing as RobustMixing
 from .runs.gradients import own as own
 from .runs.run import Run as Run
-from .stability.stability import safe_lr as safe_lr
+from .stability.growth import safe_lr as safe_lr
+from .wrappers import OfMachines as OfMachines
+from .wrappers import RobustMixing as RobustMixing
 
 __all__ = _public_names(globals())

@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import Field, fields, is_dataclass, replace
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -116,6 +117,8 @@ class Algorithm(ABC):
             algorithm compresses, each part is then a message of its own.
         own_rounds: The algorithm itself chooses the steps in which agents exchange, so no wrapper may change them.
         from_x: A step starts from its ``x``, so a change of ``x`` between two steps affects the later ones.
+        state_has_mean: The mean over agents of ``x`` and of the state is again one: no agent has a share of the model,
+            or values for each neighbour.
     """
 
     source: ClassVar[str]
@@ -123,6 +126,7 @@ class Algorithm(ABC):
     separable: ClassVar[bool] = False
     own_rounds: ClassVar[bool] = False
     from_x: ClassVar[bool] = True
+    state_has_mean: ClassVar[bool] = True
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -202,29 +206,48 @@ class Algorithm(ABC):
 
 
 _STEPS = ("lr", "outer_lr", "gamma")
+"""Fields that are finite and not negative in every algorithm."""
 _warned: dict[type[Algorithm], object] = {}
 """The classes whose missing declaration has caused a warning in this process."""
+
+
+def require_algorithm(algorithm: object) -> None:
+    """Raise TypeError if it is no algorithm, such as a class in place of its instance."""
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"an algorithm of shoal.algorithms is wanted, as GradientDescent(lr=0.1), not {algorithm!r}")
+
+
+def is_number(value: object) -> bool:
+    """A real number, or a tensor of them."""
+    return isinstance(value, Real) or (isinstance(value, torch.Tensor) and not value.is_complex())
 
 
 def check_algorithm(algorithm: object) -> None:
     """Check an algorithm's fields, and those of the one that it wraps.
 
     Raises:
-        TypeError: It is no algorithm, such as a class in place of its instance; or its ``compressor`` is none.
-        ValueError: A step is not finite, or negative.
+        TypeError: It is no algorithm, such as a class in place of its instance; its ``compressor`` is none; or a field
+            that is declared as a number has none.
+        ValueError: A number is NaN, or a step is infinite or negative.
     """
-    if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"an algorithm of shoal.algorithms is wanted, as GradientDescent(lr=0.1), not {algorithm!r}")
+    require_algorithm(algorithm)
+    assert isinstance(algorithm, Algorithm)
     name = type(algorithm).__name__
-    for field, held in algorithm._held().items():
+    declared: tuple[Field[Any], ...] = fields(algorithm) if is_dataclass(algorithm) else ()
+    for field in declared:
+        held, types = getattr(algorithm, field.name), str(getattr(field.type, "__name__", field.type)).split(" | ")
         # Unchecked, these would make every parameter NaN, or raise in the middle of a step on one agent.
-        if field in _STEPS and isinstance(held, int | float | torch.Tensor):
-            step = torch.as_tensor(held)
-            if not bool(step.isfinite().all() and (step >= 0).all()):
-                raise ValueError(f"{name}({field}={held!r}): a finite number of at least 0 is wanted")
-        if field == "compressor" and not isinstance(held, Compressor):
+        if "float" in types and not (is_number(held) or (held is None and "None" in types)):
+            raise TypeError(f"{name}({field.name}={held!r}): a number is wanted")
+        if is_number(held) and ("float" in types or field.name in _STEPS):
+            number = torch.as_tensor(held if isinstance(held, torch.Tensor) else float(held), device="cpu")
+            if field.name in _STEPS and not bool(number.isfinite().all() and (number >= 0).all()):
+                raise ValueError(f"{name}({field.name}={held!r}): a finite number of at least 0 is wanted")
+            if bool(number.isnan().any()):
+                raise ValueError(f"{name}({field.name}={held!r}): a number is wanted, not NaN")
+        if field.name == "compressor" and not isinstance(held, Compressor):
             raise TypeError(f"{name}(compressor={held!r}): a compressor of shoal.compression is wanted, as TopK(0.1)")
-        if field == "algorithm":
+        if field.name == "algorithm":
             check_algorithm(held)
 
 

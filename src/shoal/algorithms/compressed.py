@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from ..compression import Compressor, MinMaxUInt8, TopK
-from .algorithm import Algorithm, Gradient, State
+from .algorithm import Algorithm, Gradient, State, is_number
 from .catalog import Entry, register
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Facts, Need
@@ -244,7 +244,7 @@ class CensoredGradientDescent(Algorithm):
     one_gradient: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (self.tau >= 0 and 0 <= self.decay <= 1):
+        if not (is_number(self.tau) and is_number(self.decay) and self.tau >= 0 and 0 <= self.decay <= 1):
             raise ValueError(f"tau={self.tau}, decay={self.decay}: pass a threshold from 0 up, and a decay in [0, 1]")
 
     @property

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from ..compression import Compressor
-from ..compression.draws import Redrawn
-from ..operations.membership import WHOLE
-from ..operations.operation import Handle, Operation
-from ..ops.arguments import Internal, channel_name, where
+from ..compression.random_numbers import Redrawn
+from ..execution.membership import WHOLE
+from ..execution.operation import Handle, Operation
+from ..ops.arguments import Internal, channel_name, on_device_of
 from ..ops.collective import allgather, allreduce, submit_allreduce
 from ..ops.encoded import Encoded
 from ..ops.gathering import neighbor_allgather, submit_alltoall
 from ..ops.neighbor import submit
 from ..ops.reduction import shares, submit_shares
-from ..ops.robust import Robust, check_neighbours
+from ..ops.robust_rules import Robust, check_neighbours
 from ..runtime.agent import current
 from ..topology.healing import Without
 from ..topology.schedule import Schedule
@@ -27,9 +27,12 @@ from .algorithm import Algorithm, Gradient, check_algorithm, warn_of_undeclared_
 from .mix import COUNTERPARTS, EVERYBODY, MACHINE
 from .needs import check
 from .runs.conditions import Conditions
-from .runs.run import Measure, Run, steps_of
+from .runs.run import Measure, Run, check_start, steps_of
 from .runs.unreliable_mix import CarriesMessages, under
 from .schedule_weights import AgentSchedule, Form, Ranks, RoundWeights
+
+_ODD = 0x9E3779B1
+"""Makes digests of 32 bits differ by the place of an exchange."""
 
 
 class Exchange(CarriesMessages):
@@ -62,7 +65,7 @@ class Exchange(CarriesMessages):
         self._schedule = AgentSchedule(topology, self.rank, Without if algorithm is None else algorithm.healed)
         if self._schedule.size != self.size:
             raise ValueError(f"the topology has {self._schedule.size} agents, and there are {self.size}")
-        self.layout = 0
+        self.layout = self._place = 0
         self.operation: Operation | None = None
         self._name = name
         self._plan = WHOLE
@@ -75,8 +78,16 @@ class Exchange(CarriesMessages):
         found._name, found.seed = f"{self._name}.{number}", self.seed + number
         return found
 
+    def _digest(self) -> int:
+        """The layout and the exchange's place in its step, which are the same on all agents."""
+        # An agent whose step has failed begins the next one in a round in which others may still exchange for this
+        # one. Without the place they would mix different vectors; with it both steps fail, and the next ones match.
+        place, self._place = self._place, self._place + 1
+        return self.layout ^ (place * _ODD & 0xFFFFFFFF)
+
     def begin(self, step: int) -> bool:
         super().begin(step)
+        self._place = 0
         agent = current("algorithms.Exchange")
         # Once for the step, and not for each exchange: all exchanges and the state of a step have the same agents.
         before, self._plan = self._plan, agent.engine.plan(channel_name("step", self._name))
@@ -93,7 +104,7 @@ class Exchange(CarriesMessages):
             self.sent += len(mixing.destinations) * (x.nbytes if nbytes is None else nbytes)
         agent = current("neighbor_allreduce")
         return self._result_of(
-            submit(agent, x, mixing, name=self._name, fusible=False, speaks=speaking, layout=self.layout)
+            submit(agent, x, mixing, name=self._name, fusible=False, speaks=speaking, layout=self._digest())
         )
 
     def robust(self, x: torch.Tensor, rule: Robust) -> torch.Tensor:
@@ -103,7 +114,7 @@ class Exchange(CarriesMessages):
         agent = current("neighbor_allreduce")
         check_neighbours(agent, rule, list(mixing.sources), whole=not self._plan.gone)
         return self._result_of(
-            submit(agent, x, mixing, name=self._name, fusible=False, robust=rule, layout=self.layout)
+            submit(agent, x, mixing, name=self._name, fusible=False, robust=rule, layout=self._digest())
         )
 
     def _result_of(self, handle: Handle[torch.Tensor]) -> torch.Tensor:
@@ -120,9 +131,9 @@ class Exchange(CarriesMessages):
         self.sent += len(mixing.destinations) * encoded.message.numel()
         agent = current("neighbor_allreduce")
         mixed = self._result_of(
-            submit(agent, x, mixing, name=self._name, encoded=lambda _: encoded, layout=self.layout)
+            submit(agent, x, mixing, name=self._name, encoded=lambda _: encoded, layout=self._digest())
         )
-        return mixed, where(x, encoded.numbers)
+        return mixed, on_device_of(x, encoded.numbers)
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:
         groups = {EVERYBODY: lambda: None, MACHINE: lambda: [*self._cut(0)], COUNTERPARTS: self._counterparts}
@@ -132,7 +143,7 @@ class Exchange(CarriesMessages):
         self.sent += x.nbytes
         name = f"{self._name} mean" + ("" if group == EVERYBODY else f" of {group}")
         agent = current("allreduce")
-        return self._result_of(submit_allreduce(agent, x, "average", name, groups[group](), layout=self.layout))
+        return self._result_of(submit_allreduce(agent, x, "average", name, groups[group](), layout=self._digest()))
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         start, stop = self._cut(len(x))[self.rank]
@@ -143,7 +154,7 @@ class Exchange(CarriesMessages):
         self.sent += share.nbytes
         name = f"{self._name} shares"
         agent = current("algorithms.Exchange")
-        return self._result_of(submit_shares(agent, share, x.clone(), self._cut(len(x)), name, self.layout))
+        return self._result_of(submit_shares(agent, share, x.clone(), self._cut(len(x)), name, self._digest()))
 
     def _cut(self, total: int) -> dict[int, tuple[int, int]]:
         """The numbers of each agent of this machine: equally many; if any agent is lost, the first one has all."""
@@ -181,7 +192,7 @@ class Exchange(CarriesMessages):
         self.sent += messages.nbytes if nbytes is None else nbytes * len(ranks)
         agent, name = current("neighbor_alltoall"), f"{self._name} edges"
         return self._result_of(
-            submit_alltoall(agent, messages, ranks, name, own_for_lost=True, everybody=True, layout=self.layout)
+            submit_alltoall(agent, messages, ranks, name, own_for_lost=True, everybody=True, layout=self._digest())
         )
 
     def sign(self, like: torch.Tensor) -> torch.Tensor:
@@ -198,7 +209,7 @@ class Exchange(CarriesMessages):
         return self._schedule.neighbours(self.round, self._plan.gone)
 
     def _agents(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([self.rank])
+        return torch.tensor([self.rank], device="cpu")
 
     # The three below are for UnreliableMix.
 
@@ -256,10 +267,12 @@ def run(
     ticks together; the receiver applies the conditions.
 
     Raises:
-        ValueError: The mixing is not what the algorithm needs; the message names the failed condition. Or there are
-            both ``conditions`` and ``resume``.
+        TypeError: ``algorithm`` is none, or ``x`` no tensor of numbers with fractions.
+        ValueError: The mixing is not what the algorithm needs; the message names the failed condition. Or ``x`` has no
+            dimension, or there are both ``conditions`` and ``resume``.
     """
     check_algorithm(algorithm)
+    check_start(x)
     check(type(algorithm).__name__, algorithm.needs, topology, dimension=x.shape[-1], unchecked=unchecked)
     exchange = Exchange(topology, seed, algorithm=algorithm)
     mix = exchange if conditions is None else under(conditions, exchange, resume)

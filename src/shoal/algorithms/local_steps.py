@@ -14,30 +14,33 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ..compression import Compressor
-from .algorithm import Algorithm, Gradient, State
+from ..topology._validate import check_count
+from .algorithm import Algorithm, Gradient, State, require_algorithm
 from .catalog import Entry, register
 from .gradient_descent import GradientDescent, GradientTracking, per_step
 from .mix import Mix, Quiet, Through
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, FIXED_AND_SYMMETRIC, LINKS, STATIC, TREE, Need
 from .schedule_weights import Form
-from .stability.growth import by_self_weights, dies_out, with_wrapper
+from .stability.growth import by_self_weights, dies_out
+from .wrappers import Wrapper
 
 
-def check_wrapped(wrapper: Algorithm, algorithm: Algorithm, every: int) -> None:
+def check_wrapped(wrapper: Algorithm, algorithm: Algorithm) -> None:
     """Refuse what cannot do without an exchange in every step, or without always the same.
 
     Raises:
-        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge, or has
+        TypeError: ``every`` is no whole number, or ``algorithm`` is none.
+        ValueError: ``every`` is below 1, or the algorithm needs one W for all steps or a message for each edge, or has
             an ``every`` of its own.
     """
-    if every < 1:
-        raise ValueError(f"every={every}: pass a number of steps, at least 1")
+    check_count(wrapper, "every")
+    require_algorithm(algorithm)
     who, wrapped = type(wrapper).__name__, type(algorithm).__name__
     for layer in layers(algorithm):
         if layer.own_rounds:
@@ -68,49 +71,13 @@ def layers(algorithm: Algorithm) -> Iterator[Algorithm]:
 
 
 @dataclass(frozen=True)
-class Wrapper(Algorithm):
-    """The common part of algorithms over another one: what they do not define themselves is the algorithm's.
-
-    Attributes:
-        own_state: Tensors of the wrapper's own, with which the state begins; the rest is the algorithm's.
-    """
-
-    algorithm: Algorithm
-    own_state: ClassVar[int] = 0
-
-    @property
-    def one_gradient(self) -> bool:  # type: ignore[override]
-        return self.algorithm.one_gradient
-
-    @property
-    def separable(self) -> bool:  # type: ignore[override]
-        return self.algorithm.separable
-
-    @property
-    def needs(self) -> tuple[Need, ...]:
-        return with_wrapper(self, self.algorithm.needs)
-
-    def at_rest(self) -> Algorithm:
-        return replace(self, algorithm=self.algorithm.at_rest())
-
-    def cycle(self, rounds: int) -> int:
-        return self.algorithm.cycle(rounds)
-
-    def init(self, x: torch.Tensor, grad: Gradient, mix: Mix) -> Any:
-        return self.algorithm.init(x, grad, mix)
-
-    def estimate(self, x: torch.Tensor, state: Any) -> torch.Tensor:
-        return self.algorithm.estimate(x, state[self.own_state :] if self.own_state else state)
-
-
-@dataclass(frozen=True)
 class _Sometimes(Wrapper):
     """The common part of the wrappers that change ``mix`` in some steps."""
 
     every: int
 
     def __post_init__(self) -> None:
-        check_wrapped(self, self.algorithm, self.every)
+        check_wrapped(self, self.algorithm)
 
 
 @dataclass(frozen=True)
@@ -125,7 +92,8 @@ class LocalSteps(_Sometimes):
         every: Steps for each exchange; 1 is the algorithm itself.
 
     Raises:
-        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge, or
+        TypeError: ``every`` is no whole number, or ``algorithm`` is none.
+        ValueError: ``every`` is below 1, or the algorithm needs one W for all steps or a message for each edge, or
             has an ``every`` of its own.
     """
 
@@ -160,7 +128,8 @@ class GossipPGA(_Sometimes):
         every: Steps for each global average; 1 averages in all of them.
 
     Raises:
-        ValueError: ``every`` is no count, or the algorithm needs one W for all steps or a message for each edge, or
+        TypeError: ``every`` is no whole number, or ``algorithm`` is none.
+        ValueError: ``every`` is below 1, or the algorithm needs one W for all steps or a message for each edge, or
             has an ``every`` of its own.
     """
 
@@ -197,8 +166,7 @@ class _Corrected(Algorithm):
     own_rounds: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: pass the steps of a round, at least 1")
+        check_count(self, "every")
 
     def cycle(self, rounds: int) -> int:
         return self.every * rounds
@@ -236,7 +204,8 @@ class KGT(_Corrected):
         outer_lr: The part of a round's change that is taken over, eta_s in the paper.
 
     Raises:
-        ValueError: ``every`` is no count.
+        TypeError: ``every`` is no whole number.
+        ValueError: ``every`` is below 1.
     """
 
     outer_lr: float = 1.0
@@ -279,7 +248,8 @@ class LED(_Corrected):
             smaller one tolerates eigenvalues of W nearer to -1.
 
     Raises:
-        ValueError: ``every`` is no count.
+        TypeError: ``every`` is no whole number.
+        ValueError: ``every`` is below 1.
     """
 
     beta: float | None = None

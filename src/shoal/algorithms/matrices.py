@@ -9,7 +9,9 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import pad
 
-from .algorithm import Algorithm, Gradient, Shapes, State
+from ..compression.quantise import power_of_two_below
+from ..topology._validate import check_count
+from .algorithm import Algorithm, Gradient, Shapes, State, is_number
 from .catalog import Entry, register
 from .mix import Mix
 from .momentum import check_beta
@@ -69,6 +71,7 @@ class DeMuon(Algorithm):
             Without them x is one vector, and the algorithm is gradient tracking with normalized momentum (GT-NSGDm).
 
     Raises:
+        TypeError: ``iterations`` is no whole number.
         ValueError: ``beta`` or ``iterations`` is out of its range; or, at a step, the shapes are not those of x.
     """
 
@@ -81,8 +84,7 @@ class DeMuon(Algorithm):
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
-        if self.iterations < 1:
-            raise ValueError(f"iterations={self.iterations}: pass the number of Newton-Schulz iterations, 5 is usual")
+        check_count(self, "iterations")
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -113,8 +115,13 @@ def msgn(matrices: torch.Tensor, iterations: int) -> torch.Tensor:
         matrices: ``[..., rows, columns]``.
         iterations: The number of iterations.
     """
-    norm: torch.Tensor = matrices.norm(dim=(-2, -1), keepdim=True)
-    X = matrices / norm.clamp(min=torch.finfo(matrices.dtype).tiny)
+    if not matrices.numel():
+        return matrices
+    # The squares of tiny numbers would be 0, and the step as long as their inverse; those of huge ones infinite.
+    scale = power_of_two_below(matrices.abs().amax(dim=(-2, -1), keepdim=True))
+    X = matrices / torch.where(scale == 0, 1, scale)
+    norm: torch.Tensor = X.norm(dim=(-2, -1), keepdim=True)
+    X = X / torch.where(norm == 0, 1, norm)
     rows, columns = X.shape[-2:]
     if min(rows, columns) == 1:
         return X
@@ -162,14 +169,14 @@ class PowerGossip(Algorithm):
     shapes: Shapes | None = None
     source: ClassVar[str] = "Vogels, Karimireddy, Jaggi 2020, arXiv:2008.01425"
     one_gradient: ClassVar[bool] = True
+    state_has_mean: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.iterations < 0.5 or self.iterations * 2 % 1:
+        if not (is_number(self.iterations) and self.iterations >= 0.5 and self.iterations * 2 % 1 == 0):
             raise ValueError(f"iterations={self.iterations}: pass 0.5, 1, 1.5, ...")
-        if self.rows is not None and self.rows < 1:
-            raise ValueError(f"rows={self.rows}: pass 1 or more")
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank}: pass 1 or more")
+        if self.rows is not None:
+            check_count(self, "rows")
+        check_count(self, "rank")
         if self.rows is not None and self.shapes is not None:
             raise ValueError("rows says that all parameters are one matrix, and shapes that they are several: pass one")
 
@@ -220,6 +227,8 @@ class PowerGossip(Algorithm):
         """The matrices that are sent as products, all with equally many vectors, and the parts of x that are sent whole
         because that is shorter."""
         d = x.shape[-1]
+        if not d:
+            return [], []
         if self.shapes is None:
             rows = self.rows or math.ceil(math.sqrt(d))
             return [_Matrix(slice(0, d), rows, -(-d // rows), min(self.rank, rows, -(-d // rows)))], []

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NoReturn
 import torch
 
 from ..compression import Compressor
-from ..compression.draws import HashStream, drawn
-from ..ops.robust import Robust
+from ..compression.random_numbers import HashStream, drawn
+from ..ops.robust_rules import Robust
 from .schedule_weights import Form
 
 EVERYBODY = "all"

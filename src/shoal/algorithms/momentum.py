@@ -14,14 +14,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from .algorithm import Algorithm, Gradient, State
+from ..topology._validate import check_count
+from .algorithm import Algorithm, Gradient, State, is_number, require_algorithm
 from .catalog import Entry, register
 from .exact import ExactDiffusion
 from .gradient_descent import GradientDescent, per_step
-from .local_steps import GossipPGA, LocalSteps, Wrapper
+from .local_steps import GossipPGA, LocalSteps
 from .mix import Mix
 from .needs import CONNECTED, DOUBLY_STOCHASTIC, STATIC, SYMMETRIC, Need
 from .stability.growth import Gossip, by_self_weights, by_signs, dies_out
+from .wrappers import Wrapper
 
 
 def require_one_gradient(name: str, algorithm: Algorithm) -> None:
@@ -31,6 +33,7 @@ def require_one_gradient(name: str, algorithm: Algorithm) -> None:
         TypeError: The algorithm takes its gradient more than once a step, or not at its own ``x``; or it chooses when
             agents exchange, so it must be the outermost wrapper.
     """
+    require_algorithm(algorithm)
     if not algorithm.one_gradient or isinstance(algorithm, LocalSteps | GossipPGA):
         raise TypeError(
             f"{name} stands in for the gradient of an algorithm that takes it once a step, at its own x, and "
@@ -254,7 +257,7 @@ class MomentumTracking(_OneMomentum):
 
 def check_beta(share: float, name: str = "beta") -> None:
     """Raise ValueError if it is no share that a momentum may keep."""
-    if not 0 <= share < 1:
+    if not (is_number(share) and 0 <= share < 1):
         raise ValueError(f"{name}={share}: momentum keeps a share of the last step's, 0 <= {name} < 1; 0.9 is usual")
 
 
@@ -284,6 +287,7 @@ class AccumAdam(Algorithm):
         atc: Adapt, then combine; else adapt with combine.
 
     Raises:
+        TypeError: ``accumulate`` is no whole number.
         ValueError: A number is out of its range.
     """
 
@@ -298,11 +302,10 @@ class AccumAdam(Algorithm):
     separable: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate={self.accumulate}: pass a number of gradients, at least 1")
+        check_count(self, "accumulate")
         check_beta(self.beta1, "beta1")
         check_beta(self.beta2, "beta2")
-        if not self.eps > 0:
+        if not (is_number(self.eps) and self.eps > 0):
             raise ValueError(f"eps={self.eps}: pass a small number above 0, such as 1e-8")
 
     @property
@@ -357,8 +360,9 @@ class DecentralizedSVRG(Wrapper):
         period: Steps for each gradient on all of the data; one or two passes over them are usual.
 
     Raises:
-        TypeError: The algorithm takes its gradient more than once a step, or not at its own ``x``.
-        ValueError: ``period`` is no count.
+        TypeError: The algorithm takes its gradient more than once a step, or not at its own ``x``; or ``period`` is no
+            whole number.
+        ValueError: ``period`` is below 1.
     """
 
     period: int
@@ -369,8 +373,7 @@ class DecentralizedSVRG(Wrapper):
 
     def __post_init__(self) -> None:
         require_one_gradient("DecentralizedSVRG", self.algorithm)
-        if self.period < 1:
-            raise ValueError(f"period={self.period}: pass a number of steps, at least 1")
+        check_count(self, "period")
 
     def cycle(self, rounds: int) -> int:
         return math.lcm(self.period, self.algorithm.cycle(rounds))

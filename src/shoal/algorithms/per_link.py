@@ -7,14 +7,16 @@ agent adds its own value to the sums that it relays along a tree.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, Literal
 
 import networkx as nx
 import torch
 
+from ..topology._validate import check_count
 from ..topology.healing import Without
 from ..topology.schedule import AnyTopology, Schedule
-from .algorithm import Algorithm, Gradient, State
+from .algorithm import Algorithm, Gradient, State, is_number
 from .catalog import Entry, register
 from .mix import Mix
 from .needs import CONNECTED_LINKS, LINKS, STATIC, TREE, Need
@@ -37,12 +39,22 @@ class DecentralizedADMM(Algorithm):
         c: The penalty on an edge.
         rho: The curvature that the gradient step assumes; the Lipschitz constant of an agent's gradient is enough.
         inner: Gradient steps between two exchanges.
+
+    Raises:
+        TypeError: ``inner`` is no whole number.
+        ValueError: ``c`` is negative, ``rho`` is not above 0, one is not finite, or ``inner`` is below 1.
     """
 
     c: float
     rho: float
     inner: int = 1
     source: ClassVar[str] = "Shi et al. 2014, arXiv:1307.5561; Ling et al. 2015, DLM"
+    state_has_mean: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_count(self, "inner")
+        if not (is_number(self.c) and is_number(self.rho) and 0 <= self.c < inf and 0 < self.rho < inf):
+            raise ValueError(f"c={self.c}, rho={self.rho}: pass a finite penalty from 0 up and curvature above 0")
 
     @property
     def needs(self) -> tuple[Need, ...]:
@@ -96,6 +108,7 @@ class RelaySum(Algorithm):
     source: ClassVar[str] = "Vogels et al. 2021, arXiv:2110.04175, algorithm 1, whose code fills from the `start`"
     one_gradient: ClassVar[bool] = True
     separable: ClassVar[bool] = True
+    state_has_mean: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.fill not in ("own", "start"):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import shoal
 from shoal.runtime.agent import current
 
-from .meter import Case, Figures, Reporter, compare
+from .measurement import Case, Figures, Reporter, compare
 
 MB = 1_000_000
 
@@ -69,7 +69,7 @@ def _many(reporter: Reporter, repetitions: int) -> Figures:
     warnings.filterwarnings("ignore", ".*all_reduce_coalesced", FutureWarning)
 
     def ring() -> None:
-        handles = [shoal.neighbor_allreduce_nonblocking(x, out=out) for x, out in zip(mine, outs, strict=True)]
+        handles = [shoal.nonblocking.neighbor_allreduce(x, out=out) for x, out in zip(mine, outs, strict=True)]
         for handle in handles:
             handle.wait()
 
@@ -263,7 +263,7 @@ def _pure_python() -> None:
 
 
 def _windows_at(reporter: Reporter, nbytes: int, with_copies: bool, quick: bool) -> Figures:
-    x = shoal.empty(nbytes // 4)  # a window in place
+    x = shoal.windows.empty(nbytes // 4)  # a window in place
     x.fill_(float(shoal.rank()))
     reduced, out = torch.full_like(x, 0.0), torch.full_like(x, 0.0)
     shoal.bluefog.win_create(x, "bench")
@@ -324,7 +324,7 @@ def _published(graph: nx.DiGraph, nbytes: int, in_flight: int) -> Figures:
     tensor, outs = torch.ones(nbytes // 4), [torch.empty(nbytes // 4) for _ in range(in_flight)]
     arena = current().engine.arena
     before = arena.nbytes
-    handles = [shoal.neighbor_allreduce_nonblocking(tensor, out=out) for out in outs]
+    handles = [shoal.nonblocking.neighbor_allreduce(tensor, out=out) for out in outs]
     for handle in handles:
         handle.wait()
     values = {

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from .jobs import wire_seconds
-from .meter import Figures
+from .measurement import Figures, wire_seconds
 from .parts import SCALING_REPETITIONS
 
 MIB = 1 << 20

@@ -19,12 +19,15 @@ import os
 import re
 import select
 import selectors
+import signal
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, NamedTuple
+
+from .launcher_signals import TO_END, Signals
 
 STDOUT = 1
 STDERR = 2
@@ -66,6 +69,8 @@ class AgentOutput:
 
     def __init__(self, out: int = STDOUT, err: int = STDERR) -> None:
         self.is_incomplete = False
+        self._signals: Signals | None = None  # to which the last flush listens
+        self._ended_by: signal.Signals | None = None
         self._descriptors = {STDOUT: out, STDERR: err}
         self._is_terminal = {stream: os.isatty(fd) for stream, fd in self._descriptors.items()}
         self._streams: dict[tuple[int, int], _AgentStream] = {}
@@ -151,8 +156,16 @@ class AgentOutput:
         descriptor, at = self._descriptors[stream], 0
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
+        # A reader that has paused must not keep a launcher that is to end.
+        signals = self._signals if wait else None
+        if signals is not None:
+            poll.register(signals, select.POLLIN)
         try:
-            while at < len(data) and poll.poll(None if wait else 0):
+            while at < len(data) and (ready := dict(poll.poll(None if wait and self._ended_by is None else 0))):
+                if descriptor not in ready:
+                    assert signals is not None
+                    self._ended_by = next((one for one in signals.read() if one in TO_END), self._ended_by)
+                    continue
                 with contextlib.suppress(BlockingIOError):  # another process that shares it has made it non-blocking
                     at += os.write(descriptor, data[at : at + _AT_ONCE])
                     continue
@@ -163,6 +176,9 @@ class AgentOutput:
             self._broken.add(stream)
             if stream == STDOUT and not isinstance(error, BrokenPipeError):
                 self.print(f"shoal run: cannot write the output of the agents: {error.strerror}")
+            return b""
+        if wait and at < len(data):
+            self._broken.add(stream)
             return b""
         return data[at:]
 
@@ -183,10 +199,15 @@ class AgentOutput:
             self._write(stream, state)
             self._shown = state
 
-    def close(self) -> None:
-        """Take the state off the bottom line, and wait until readers have taken all."""
+    def close(self, signals: Signals) -> signal.Signals | None:
+        """Take the state off the bottom line, and wait until readers have taken all.
+
+        Returns the signal to end that the launcher has received meanwhile, if any: then the rest is lost.
+        """
         self._write(STDERR, b"")
+        self._signals = signals
         self.flush(wait=True)
+        return self._ended_by
 
     def _plan_redraw(self) -> None:
         if self._redraw_at is None and any(self._is_terminal.values()):

@@ -12,31 +12,32 @@ does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import math
 import os
 import selectors
 import signal
 import subprocess
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from ..config import EXIT_NOTES, INCARNATION
-from ..fault_tolerance.rejoin_marker import is_marked
+from ..fault_tolerance.launcher_notes import PEER_LOSS, ExitNotes, awaited_ranks, is_marked
 from ..observability.watch.live import Watch, print_message
-from ..runtime import exit_notes
 from .agent_output import STDERR, STDOUT, AgentOutput, AgentPipes
-from .launcher_signals import Signals
-
-_PR_SET_PDEATHSIG = 1
+from .launcher_signals import Signals, death_with
 
 SETTLE_SECONDS = 0.5
 """The time without a further failure before an agent is restarted: agents that end of one cause end one by one, and
 without any agent left none could admit it."""
 
+SAME_INTERRUPT_SECONDS = 0.25
+"""A second SIGINT within this time is the same Ctrl-C: a wrapper has passed it on, and the terminal sent it to all."""
+FINISHED_SECONDS = 3.0
+"""The time after which agents that still run get a report of one that has ended well: most end by then, too."""
 CAUSE_SECONDS = 2.0
 """After an agent failed because another one was lost: how long to wait for the failure that caused it."""
 CAUSE_EXIT_SECONDS = 30.0
@@ -130,8 +131,8 @@ class AgentProcesses:
         output: where their output goes; None lets them write to the launcher's own stdout and stderr.
         signals: the signals to the launcher.
         failures: what follows the failure of an agent.
-        elsewhere: whether agents of other launchers belong to the run. Called when no agent is left here, and its
-            result must then stay true.
+        elsewhere: whether agents of other launchers take part in the run. Called when no agent of this machine can
+            admit others; later calls must give the same result.
         watch: is notified of starts and ends of agents, and served in the loop.
     """
 
@@ -152,20 +153,22 @@ class AgentProcesses:
         self._grace = failures.grace
         self._living: list[_AgentProcess] = []
         self._outcomes: dict[int, AgentExit] = {}  # the last of each agent
-        self._starts: dict[int, Callable[[int], None]] = {}
-        self._started: Counter[int] = Counter()
+        self._start_functions: dict[int, Callable[[int], None]] = {}
+        self._restarted: Counter[int] = Counter()  # how often each rank was restarted
         self._again: list[AgentExit] = []  # agents to be restarted, at this time
         self._again_at = 0.0
+        self._finished: deque[tuple[float, AgentExit]] = deque()  # each with the time at which to report its end
         self._first_failure: AgentExit | None = None  # that is no peer loss, if there is one
-        self._notes = exit_notes.ExitNotes()
+        self._notes = ExitNotes()
         # The first peer loss, if all are to end and its cause is not known yet; and its time.
         self._peer_loss: tuple[AgentExit, float] | None = None
         self._helpers: list[_Helper] = []
-        self._failure_commands: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
-        self._failure_processes: list[subprocess.Popen[bytes]] = []
+        self._end_commands: dict[int, tuple[Sequence[str], Mapping[str, str]]] = {}
+        self._end_processes: list[subprocess.Popen[bytes]] = []
         # The times and signals of the next steps if the agents do not end by themselves. Not None once they are to end.
         self._steps: list[tuple[float, signal.Signals]] | None = None
         self._requested: signal.Signals | None = None
+        self._interrupted_at = -math.inf
         self._passed_on: set[int] = set()
         self._selector = selectors.DefaultSelector()
         self._pipes = None if output is None else AgentPipes(output, self._selector)
@@ -181,7 +184,7 @@ class AgentProcesses:
     ) -> None:
         for agent in self._living:
             _kill_group(agent.process)
-        helpers = [*(helper.process for helper in self._helpers), *self._failure_processes]
+        helpers = [*(helper.process for helper in self._helpers), *self._end_processes]
         for process in (*(agent.process for agent in self._living), *helpers):
             process.kill()
             process.wait()
@@ -190,7 +193,7 @@ class AgentProcesses:
         self._selector.close()
         self._notes.close()
         if self._output is not None:
-            self._output.close()
+            self._output.close(self._signals)
 
     def start(self, rank: int, command: Sequence[str], environ: Mapping[str, str], *, keeps_stdin: bool) -> None:
         """Start one agent. It is killed with the launcher, however that ends."""
@@ -201,7 +204,7 @@ class AgentProcesses:
             again = {INCARNATION: str(first + incarnation)} if incarnation else {}
             self._start_agent(rank, command, {**environ, **again}, keeps_stdin and not incarnation)
 
-        self._starts[rank] = start
+        self._start_functions[rank] = start
         start(0)
 
     def _start_agent(self, rank: int, command: Sequence[str], environ: Mapping[str, str], keeps_stdin: bool) -> None:
@@ -227,11 +230,11 @@ class AgentProcesses:
         process = _start(command, stdin=subprocess.DEVNULL, pass_fds=(descriptor,))
         self._helpers.append(_Helper(name, process, loss, is_needed))
 
-    def run_on_failure(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Run a command, with one more argument that describes the failure, when this agent fails and the others are to
-        continue.
+    def run_on_end(self, rank: int, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Run a command, with one more argument that describes its end, when this agent ends and others continue: when
+        it fails, or :data:`FINISHED_SECONDS` after it has ended well.
         """
-        self._failure_commands[rank] = (command, environ)
+        self._end_commands[rank] = (command, environ)
 
     def mind(self) -> JobExit:
         """Wait for the end of all agents."""
@@ -243,11 +246,15 @@ class AgentProcesses:
             self._take_due_step()
             self._reap()
             self._report_peer_loss()
+            self._report_finished()
             self._start_again()
             if self._output is not None:
                 self._output.redraw()
             if self._watch is not None and time.monotonic() >= self._watch.due:
                 self._watch.serve()
+        stopped = self._output.close(self._signals) if self._output is not None else None
+        if stopped is not None:
+            return JobExit(128 + stopped)
         ending = self._ending()
         if ending.status == 0 and self._output is not None and self._output.is_incomplete:
             return replace(ending, status=1)  # as for a program whose last output could not be written
@@ -279,6 +286,7 @@ class AgentProcesses:
         due = [self._steps[0][0]] if self._steps else []
         due += [self._cause_due()] if self._peer_loss is not None and self._steps is None else []
         due += [self._again_at] if self._again else []
+        due += [self._finished[0][0]] if self._finished and self._living else []
         redraw = self._output.next_redraw() if self._output is not None else None
         if redraw is not None:
             due.append(redraw)
@@ -297,12 +305,16 @@ class AgentProcesses:
                 self._obey(signum)
 
     def _obey(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGINT and time.monotonic() - self._interrupted_at < SAME_INTERRUPT_SECONDS:
+            return
         if signum == signal.SIGINT and self._steps is not None:
             self.print("interrupted again: killing the agents")
             self._signal_agents(signal.SIGKILL)
             return
         if signum in (signal.SIGINT, signal.SIGTERM) and self._steps is None:
             self._requested = signum
+            if signum == signal.SIGINT:
+                self._interrupted_at = time.monotonic()
             again = " (Ctrl-C again kills them)" if signum == signal.SIGINT else ""
             self.print(f"{_signal_name(signum)}: passed on, waiting for {_count(len(self._living))} to end{again}")
             self._end(signum)
@@ -357,13 +369,15 @@ class AgentProcesses:
         for agent, code in ended:
             pid = agent.process.pid
             note = notes.get(pid, b"") if code > 0 else b""
-            is_loss, awaited = note == exit_notes.PEER_LOSS, exit_notes.awaited_ranks(note)
+            is_loss, awaited = note == PEER_LOSS, awaited_ranks(note)
             outcomes.append(AgentExit(agent.rank, pid, code, now - agent.started, is_loss, awaited))
         # Of agents reaped together, one that was killed did not fail because of another one's failure.
         for outcome in sorted(outcomes, key=lambda outcome: (outcome.is_peer_loss, outcome.code >= 0, outcome.rank)):
             self._outcomes[outcome.rank] = outcome
             if self._watch is not None:
                 self._watch.ended(outcome.rank, str(outcome), outcome.code == 0)
+            if outcome.code == 0:
+                self._finished.append((now + FINISHED_SECONDS, outcome))
             if outcome.code == 0 or self._steps is not None:
                 continue
             if outcome.is_peer_loss and not self._survive:
@@ -391,21 +405,19 @@ class AgentProcesses:
         """When to wait no longer for the failure that caused a peer loss, in ``time.monotonic()``."""
         assert self._peer_loss is not None
         notes = self._notes.read()
-        ending = any(
-            notes.get(agent.process.pid, exit_notes.PEER_LOSS) != exit_notes.PEER_LOSS for agent in self._living
-        )
+        ending = any(notes.get(agent.process.pid, PEER_LOSS) != PEER_LOSS for agent in self._living)
         return self._peer_loss[1] + (CAUSE_EXIT_SECONDS if ending else CAUSE_SECONDS)
 
     def _take_failure(self, outcome: AgentExit) -> None:
         if self._first_failure is None or (self._first_failure.is_peer_loss and not outcome.is_peer_loss):
             self._first_failure = outcome
         others, rank = len(self._living), outcome.rank
-        again = self._started[rank] < self._restarts and not self._has_finished
-        again = again and self._somebody_is_inside()
+        again = self._restarted[rank] < self._restarts and not self._has_finished
+        again = again and self._may_be_admitted()
         then = "letting the rest go on" if self._survive else "ending the rest"
         failure = f"{outcome}; {then} ({_count(others)})" if others else str(outcome)
         self.print(
-            f"{failure}, and starting it again ({self._started[rank] + 1} of {self._restarts})" if again else failure
+            f"{failure}, and starting it again ({self._restarted[rank] + 1} of {self._restarts})" if again else failure
         )
         lines = self._output.last_lines(outcome.rank) if self._output is not None else []
         if lines:
@@ -417,30 +429,35 @@ class AgentProcesses:
         elif not self._survive:
             self._end(signal.SIGTERM)
         elif others:
-            self._run_on_failure(outcome)
+            self._run_on_end(outcome)
 
-    def _run_on_failure(self, outcome: AgentExit) -> None:
-        if outcome.rank in self._failure_commands:
-            command, environ = self._failure_commands[outcome.rank]
+    def _report_finished(self) -> None:
+        """Report agents that have ended well while others run: these may still wait in their init() for them."""
+        while self._living and self._finished and time.monotonic() >= self._finished[0][0]:
+            self._run_on_end(self._finished.popleft()[1])
+
+    def _run_on_end(self, outcome: AgentExit) -> None:
+        if outcome.rank in self._end_commands:
+            command, environ = self._end_commands[outcome.rank]
             quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            self._failure_processes.append(_start([*command, str(outcome)], env=environ, **quiet))
+            self._end_processes.append(_start([*command, str(outcome)], env=environ, **quiet))
 
     def _start_again(self) -> None:
         """Restart the agents that are due. If no agent is left that could admit them, restart none."""
         if not self._again or (self._living and time.monotonic() < self._again_at):
             return
-        if not self._somebody_is_inside():
+        if not self._may_be_admitted():
             self._again.clear()
         due, self._again = self._again, []
         for outcome in due:
             if self._has_finished:
                 self.print(f"rank {outcome.rank} is not started again: another agent has finished meanwhile")
-                self._run_on_failure(outcome)
+                self._run_on_end(outcome)
             else:
-                self._started[outcome.rank] += 1
-                self._starts[outcome.rank](self._started[outcome.rank])
+                self._restarted[outcome.rank] += 1
+                self._start_functions[outcome.rank](self._restarted[outcome.rank])
 
-    def _somebody_is_inside(self) -> bool:
+    def _may_be_admitted(self) -> bool:
         """An agent may be left that can admit restarted ones: an agent that waits to rejoin cannot."""
         return any(not is_marked(agent.process.pid) for agent in self._living) or self._elsewhere()
 
@@ -453,23 +470,6 @@ class AgentProcesses:
 def _start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     bind = death_with(os.getpid())
     return subprocess.Popen(command, start_new_session=True, preexec_fn=bind, **options)
-
-
-def death_with(parent: int) -> Callable[[], None]:
-    """Make the function that the child calls between fork and exec, with all lookups made before the fork.
-
-    SIGKILL and not SIGTERM: when the launcher has been killed, no process is left to escalate.
-    """
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    arguments = [ctypes.c_ulong(value) for value in (_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)]
-
-    def bind() -> None:
-        prctl(*arguments)
-        if os.getppid() != parent:
-            # The launcher died before the call, so its death will not be announced.
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return bind
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:

@@ -21,9 +21,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..bench.jobs import Progress as Tell
-from ..bench.jobs import missing_tool, run_agents, run_over_wire
-from ..bench.meter import Figures, Load, LoadWatch, MachineInfo, here
+from ..bench.measurement import Figures, Load, LoadWatch, MachineInfo, here, missing_tool, run_agents, run_over_wire
+from ..bench.measurement import Progress as Tell
 from ..bench.results import draw_scaling, rows_of, scaling_table, speed_markdown, speed_table
 
 AGENTS = 4
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             _measure_scaling(args)
         else:
             _measure_speed(args, parts)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         print(f"shoal bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -108,12 +107,34 @@ def _checked(args: argparse.Namespace) -> list[str]:
             import matplotlib  # noqa: F401
         except ImportError:
             raise ValueError("--scaling needs matplotlib, which is not installed: pip install 'shoal[demo]'") from None
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        written = [f".{kind}" for kind in sorted(FigureCanvasBase.get_supported_filetypes())]
+        if args.picture.suffix and args.picture.suffix.lower() not in written:
+            kinds = ", ".join(written)
+            raise ValueError(f"--picture {args.picture}: matplotlib writes no {args.picture.suffix} files, but {kinds}")
+        _check_writable("--picture", args.picture)
     elif "network" in parts:
         if os.geteuid() != 0:
             raise ValueError("the network is measured between network namespaces, and making them needs root")
         if missing_tool():
             raise ValueError(f"there is no program {missing_tool()!r} (Debian: iproute2 and util-linux)")
+    if args.json is not None:
+        _check_writable("--json", args.json)
     return parts
+
+
+def _check_writable(option: str, path: Path) -> None:
+    """ValueError if the file cannot be written. Its folder is made now, the file once everything is measured."""
+    problem = "it is a directory" if path.is_dir() else None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            problem = problem or "permission denied"
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        raise ValueError(f"{option} {path} cannot be written: {problem}. Give another file")
 
 
 def _measure_speed(args: argparse.Namespace, parts: Sequence[str]) -> None:

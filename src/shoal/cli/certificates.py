@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from ..transport.authentication.tls import AUTHORITY, REVOKED, host_name
+from ..transport.tls import AUTHORITY, REVOKED, host_name
 
 try:
     from cryptography import x509

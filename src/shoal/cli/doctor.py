@@ -26,17 +26,16 @@ import torch
 
 from .. import config
 from .._version import __version__
-from ..bench.meter import cpu_name
+from ..bench.measurement import cpu_name
 from ..coordination.attach import PROCESS_GROUP, check_backend, check_transport
-from ..device import Unshareable
-from ..device.cuda import open_device
+from ..device import Unshareable, open_device
 from ..kernels import why_not_triton
 from ..kernels.native import why_not_native
 from ..rendezvous.launch import LOOPBACK, Launch, detect, join_address, parse_address
 from ..rendezvous.rendezvous import is_own
 from ..transport.addresses import address_towards, interface_address, is_loopback
-from ..transport.authentication.tls import certificates_of
 from ..transport.process_group import MADE_HERE, available
+from ..transport.tls import certificates_of
 from . import path_check
 from .live_checks import CHECK_SECONDS, PAIR_CHECK, WHEN_BUSY, LiveChecks, check_seconds, launcher_variables
 

@@ -7,14 +7,18 @@ read by the next reader.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Protocol
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CAUGHT = (*FORWARDED, signal.SIGCHLD, signal.SIGTSTP)
+_PR_SET_PDEATHSIG = 1
 _MOST = 4096
 _LONGEST = 3600.0
 """Seconds of one wait."""
@@ -72,3 +76,20 @@ class Signals:
 
 def _noted(signum: int, frame: FrameType | None) -> None:
     """The wake-up descriptor carries the signal; but without a handler Python would not write to it."""
+
+
+def death_with(parent: int) -> Callable[[], None]:
+    """Make the function that the child calls between fork and exec, with all lookups made before the fork.
+
+    SIGKILL and not SIGTERM: when the launcher has been killed, no process is left to escalate.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    arguments = [ctypes.c_ulong(value) for value in (_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)]
+
+    def bind() -> None:
+        prctl(*arguments)
+        if os.getppid() != parent:
+            # The launcher died before the call, so its death will not be announced.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return bind

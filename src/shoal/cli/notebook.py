@@ -34,8 +34,8 @@ from typing import Any
 from .. import config
 from ..rendezvous.launch import LOOPBACK, free_ports
 from ..rendezvous.rendezvous import listen
-from .agent_processes import AgentProcesses, FailureHandling, death_with
-from .launcher_signals import Signals
+from .agent_processes import AgentProcesses, FailureHandling
+from .launcher_signals import Signals, death_with
 from .run import LaunchedJob, serve_store
 
 _STOP_SECONDS = 30.0

@@ -25,8 +25,7 @@ from typing import Any
 from .. import config
 from ..rendezvous.launch import join_address
 from ..rendezvous.rendezvous import listen
-from ..transport import tcp
-from ..transport.addresses import interface_address, parse_ports, reachable_address, text_of
+from ..transport.addresses import interface_address, listen_tcp, parse_ports, reachable_address, text_of
 
 WAIT_SECONDS = 60.0
 """So long each machine waits for the other one."""
@@ -178,7 +177,7 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
 def _listening(address: str, ports: range) -> Iterator[tuple[int, str]]:
     """Listen as an agent does, and send a token to every client. Yields the port and the token."""
     token = secrets.token_hex(8)
-    with tcp.listen(address, ports) as listener:
+    with listen_tcp(address, ports) as listener:
         over = threading.Event()
 
         def serve() -> None:

@@ -287,8 +287,9 @@ def _print(entries: list[MembershipEvent], found: list[Stay]) -> None:
     reported: dict[tuple[Any, ...], float] = {}
     for event in entries:
         change = event.lost, event.entered, event.alive
-        news = (*event.lost, *(rank for rank in event.entered if len(event.entered) == 1))
-        if news and event.at > reported.get(change, 0.0) + AT_ONCE:  # each agent records it
+        # An admitted agent lists all members that it has met; the members' entries have the change.
+        is_news = bool(event.lost or event.entered) and event.rank not in event.entered
+        if is_news and event.at > reported.get(change, 0.0) + AT_ONCE:  # each agent records it
             reported[change] = event.at
             ranks = [", ".join(map(str, ranks)) for ranks in (event.lost, event.entered)]
             table.add_row(f"{event.at - entries[0].at:.1f}", *ranks, f"{len(event.alive)} of {most}")

@@ -35,7 +35,7 @@ from . import run_arguments
 from .agent_output import AgentOutput
 from .agent_processes import AgentProcesses, FailureHandling, JobExit
 from .launcher_signals import Signals
-from .run_arguments import CODE, FILE, STDIN, check_program, command_of, variables, words_of
+from .run_arguments import CODE, FILE, STDIN, check_program, command_of, variables, why_not_started, words_of
 from .run_arguments import add_arguments as add_arguments
 from .watch import check_between_machines, is_this_machine, listen_for_joining, watch_of, watch_of_joining
 
@@ -203,14 +203,14 @@ def _begin_once(
 
 
 def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | None) -> signal.Signals | None:
-    """Say that the job begins again, and wait: not the first time, then 1 s, 2 s, 4 s ..., as what ended it may need
+    """Say that the job restarts, and wait: not the first time, then 1 s, 2 s, 4 s ..., as what ended it may need
     time to pass, and a job that ends at once shall not use up many attempts in a moment. The signal that forbids it."""
     seconds = min(2.0 ** (attempt - 2), LONGEST_PAUSE) if attempt > 1 else 0.0
     limit = time.monotonic() + seconds
     received = signals.read()
     if not _stopping(received):
         when = f" in {seconds:g} s" if seconds else ""
-        print_message(f"all agents are gone; beginning again{when} ({attempt} of {attempts})")
+        print_message(f"all agents failed; restarting the job{when} ({attempt} of {attempts})")
     while True:
         stopping = _stopping(received)
         if stopping is not None:
@@ -340,10 +340,13 @@ def _mind(
         for local_rank in range(args.agents):
             environ = job.environment(local_rank, {**defaults, **os.environ, **given})
             rank = int(environ["RANK"])
-            agents.start(rank, command, environ, keeps_stdin=local_rank == 0 and args.node_rank == 0)
+            try:
+                agents.start(rank, command, environ, keeps_stdin=local_rank == 0 and args.node_rank == 0)
+            except OSError as error:
+                return JobExit(_refused(why_not_started(command[0], error), 1))
             if job.joins_at is None:  # no agent waits for joining agents to meet
                 # Agents that have met detect the loss by themselves; agents that have not would wait.
-                agents.run_on_failure(rank, [sys.executable, "-c", TELL, LOST], environ)
+                agents.run_on_end(rank, [sys.executable, "-c", TELL, LOST], environ)
         if listener is not None:
             serve_store(agents, listener, room)
         ending = agents.mind()

@@ -11,6 +11,7 @@ What each agent runs is a script, a module, code, or a program.
 from __future__ import annotations
 
 import argparse
+import errno
 import re
 import shlex
 import shutil
@@ -217,6 +218,15 @@ def command_of(kind: str, script: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-u", agent_script.__file__, *words_of(kind, script, arguments)]
 
 
+def why_not_started(program: str, error: OSError) -> str:
+    """The reason why the system could not start a program that exists."""
+    if error.errno == errno.ENOEXEC:
+        return f"{program!r} is no program of this system, and has no #! line that names its interpreter"
+    if error.errno == errno.ENOENT:
+        return f"{program!r}: there is no interpreter of the name in its #! line"
+    return f"{program!r} cannot be started: {error.strerror or error}"
+
+
 def check_program(kind: str, script: str, arguments: Sequence[str], count: str) -> None:
     """Refuse what cannot be run.
 
@@ -224,6 +234,8 @@ def check_program(kind: str, script: str, arguments: Sequence[str], count: str) 
         ValueError: There is no such script or program; the message says what to give instead.
     """
     if kind == PROGRAM and shutil.which(script) is None:
+        if Path(script).is_file():
+            raise ValueError(f"--no-python: {script!r} is not executable: chmod +x {shlex.quote(script)}")
         raise ValueError(f"--no-python: there is no program {script!r}")
     if kind != FILE or script == STDIN:
         return

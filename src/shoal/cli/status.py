@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._timeouts import format_seconds
+from ..clock import format_seconds
 from ..errors import NONSENSE
 from ..rendezvous.launch import detect
 from ..transport.addresses import connect
-from ..transport.authentication.handshake import HELLO_SIZE, MAGIC
+from ..transport.authentication import HELLO_SIZE, MAGIC
 from ..transport.status_socket import MOST_BYTES, PACKET_BYTES, QUESTION
 
 if TYPE_CHECKING:
@@ -183,8 +183,8 @@ def _doing(agent: dict[str, Any]) -> str:
     call = f"{_plain(first['call'])}{for_ranks}"
     since = format_seconds(first["seconds"])
     if agent["stands_still"]:
-        return f"waits since {since} in {call}{more}"
-    return f"runs its script; since {since} under way: {call}{more}"
+        return f"has waited {since} in {call}{more}"
+    return f"runs its script; {call} has been in progress for {since}{more}"
 
 
 def _silent(process: Process) -> RenderableType:
@@ -235,8 +235,8 @@ def _interval(text: str) -> float:
 
 PROC = Path("/proc")
 WITHIN_SECONDS = 1.5
-"""For which an answer is waited for."""
-_DOOR = re.compile(r"/shoal-[^/]+/door( \(deleted\))?$")
+"""The limit for an answer."""
+_SOCKET = re.compile(r"/shoal-[^/]+/socket( \(deleted\))?$")
 _STATES = {
     "R": "running",
     "S": "sleeping",
@@ -287,7 +287,7 @@ def _listeners(process: Path) -> list[str]:
             return []
         for entry in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
-                if _DOOR.search(os.readlink(entry)):  # noqa: PTH115 - what a descriptor leads to may be no path
+                if _SOCKET.search(os.readlink(entry)):  # noqa: PTH115 - what a descriptor leads to may be no path
                     found.append(str(entry))
     return sorted(found)
 

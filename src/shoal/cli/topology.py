@@ -52,14 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command.
 
-    The exit status is 2 for a request that cannot be met, 1 where something is missing, and 130 after Ctrl-C.
+    The exit status is 2 for a request that cannot be met, 1 where something is missing or a measurement fails, and 130
+    after Ctrl-C.
     """
     action: Callable[[argparse.Namespace], int] = args.action
     try:
         return action(args)
     except (ValueError, TypeError) as error:
         problem, status = str(error), 2
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         problem, status = str(error), 1
     except KeyboardInterrupt:
         print(f"shoal topology {args.command}: interrupted", file=sys.stderr)

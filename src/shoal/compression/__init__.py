@@ -12,12 +12,12 @@ from .compressor import Compressor as Compressor
 from .compressor import Identity as Identity
 from .compressor import LowRank as LowRank
 from .compressor import Shrunk as Shrunk
-from .draws import Draws as Draws
+from .compressor import Zstd as Zstd
 from .quantise import QSGD as QSGD
 from .quantise import MinMaxUInt8 as MinMaxUInt8
 from .quantise import Sign as Sign
+from .random_numbers import Draws as Draws
 from .sparse import RandomK as RandomK
 from .sparse import TopK as TopK
-from .zstd import Zstd as Zstd
 
 __all__ = _public_names(globals())

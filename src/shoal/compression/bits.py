@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.native import codecs as native
+from ..kernels import native
 
 _TOGETHER = {2: torch.int32, 4: torch.int16}
 """As many bytes as one has codes: an integer that becomes one byte."""

@@ -8,24 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 import torch
 
-from ..kernels.native import codecs as native
+from ..kernels import native
+from ..topology._validate import check_count
 from .bits import Packed, packed_bytes
 from .compressor import BLOCK, HALF, Compressor, Draw, Piece, as_bytes, as_drawn, as_numbers, blocks, rows
-from .draws import Draws, DrawStream, HashStream, stream_of
+from .random_numbers import Draws, DrawStream, HashStream, stream_of
 
 _MOST_LEVELS = 1 << 52
 Grid = tuple[torch.Tensor, torch.Tensor]
 """The factor of the numbers, and the whole number of the least code."""
-
-
-def check_chunk(chunk: int | None) -> None:
-    """Raise ValueError for an invalid length of a chunk."""
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk}: pass 1 or more, or None for the whole vector")
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,8 @@ class QSGD(Compressor):
     most ``step^2 / 4`` and ``a step``. So omega is at most ``d / levels^2`` and ``2 sqrt(d) / levels`` with the
     euclidean norm. With the max norm the worst are one number as large as the norm and d - 1 small ones, for which it
     is ``1 / levels^2 + (sqrt(1 + 4 (d - 1) / levels^2) - 1) / 2``: below 1 while d is below about ``2 levels^2``. So
-    with few levels a long vector needs chunks, whose length replaces d: four bits with ``QSGD(7, chunk=64)``.
+    with few levels a long vector needs chunks, whose length replaces d: four bits with ``QSGD(7, chunk=64)``. In
+    float16 there are at most 65504 levels, and no step is below ``2^-24``, which is then an absolute error.
 
     Args:
         levels: The largest multiple; 127 makes 8 bits a number, 7 four, 1 two.
@@ -53,9 +50,11 @@ class QSGD(Compressor):
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        check_chunk(self.chunk)
-        if not 1 <= self.levels <= _MOST_LEVELS:
-            raise ValueError(f"levels={self.levels}: pass 1 or more, and at most 2^52, which float64 can tell apart")
+        if self.chunk is not None:
+            check_count(self, "chunk")
+        check_count(self, "levels")
+        if self.levels > _MOST_LEVELS:
+            raise ValueError(f"levels={self.levels}: pass at most 2^52, which float64 can tell apart")
         if self.norm not in ("max", "euclidean"):
             raise ValueError(f'norm={self.norm!r}: pass "max" or "euclidean"')
 
@@ -75,10 +74,13 @@ class QSGD(Compressor):
     def _steps(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., chunks]``: powers of two; infinite or NaN if a number is, and then so is what arrives."""
         # In 16 bits the quotient could be rounded down to a power of two. The largest multiple would then be cut off.
-        least = _widened(self._norm(x)) / self.levels
-        below = _power_of_two_below(least)
+        norm = self._norm(x)
+        least = _widened(norm) / min(self.levels, torch.finfo(x.dtype).max)
+        below = power_of_two_below(least)
         step = torch.where(below < least, 2 * below, below).to(x.dtype)
-        return torch.where(step == 0, 1.0, step)
+        # Of numbers so small that their step is rounded to 0 some would arrive as the step that replaces it.
+        kind = torch.finfo(x.dtype)
+        return torch.where(step == 0, torch.where(norm > 0, kind.smallest_normal * kind.eps, 1.0).to(x.dtype), step)
 
     def _spread(self, steps: torch.Tensor, where: slice) -> torch.Tensor:
         """The step of each of some numbers, or the common one."""
@@ -166,7 +168,7 @@ class QSGD(Compressor):
         if self._bits > 8 or not isinstance(stream, HashStream):
             return False
         key, chunk, most = stream.key(number), self.chunk or len(row), self._most(row.dtype)
-        found = torch.empty(min(BLOCK, len(row)), dtype=torch.uint8)
+        found = torch.empty(min(BLOCK, len(row)), dtype=torch.uint8, device="cpu")
         for where in blocks(len(row)):
             part, start = found[: where.stop - where.start], where.start
             wide = _widened(row[where])
@@ -215,6 +217,8 @@ class QSGD(Compressor):
             yield where, found
 
     def omega(self, d: int) -> float:
+        if not d:
+            return 0.0
         d, fineness = min(self.chunk or d, d), self.levels**2
         if self.norm == "euclidean":
             return min(d / fineness, 2 * math.sqrt(d / fineness))
@@ -246,7 +250,7 @@ class Sign(Compressor):
             for where in blocks(x.shape[-1])
         )
         mean = (sum(sums, torch.zeros((), dtype=wide, device=x.device)) / x.shape[-1]).to(x.dtype)
-        below = _power_of_two_below(mean)
+        below = power_of_two_below(mean)
         return torch.where(mean > 1.5 * below, 2 * below, below)
 
     def nbytes(self, d: int, dtype: torch.dtype) -> int:
@@ -280,7 +284,7 @@ class Sign(Compressor):
             yield where, numbers[: len(ones)].copy_(ones).mul_(scale)
 
     def omega(self, d: int) -> float:
-        return 1 - 8 / (9 * d)
+        return 1 - 8 / (9 * d) if d else 0.0
 
 
 @dataclass(frozen=True)
@@ -311,8 +315,9 @@ class MinMaxUInt8(Compressor):
     dyadic: bool = False
 
     def __post_init__(self) -> None:
-        check_chunk(self.chunk)
-        if self.eps <= 0:
+        if self.chunk is not None:
+            check_count(self, "chunk")
+        if not (isinstance(self.eps, Real) and 0 < self.eps < math.inf):
             raise ValueError(f"eps={self.eps}: pass a small number above 0")
 
     def __call__(self, x: torch.Tensor, mix: Draws) -> torch.Tensor:
@@ -333,7 +338,7 @@ class MinMaxUInt8(Compressor):
             least, greatest = least.float(), greatest.float()
         if self.dyadic:
             # 254, for where max and min are both halfway, they may round apart by one more.
-            scale = _power_of_two_below(_divided(254, (greatest - least).clamp(min=self.eps)))
+            scale = power_of_two_below(_divided(254, (greatest - least).clamp(min=self.eps)))
         else:
             scale = _divided(255, greatest - least + self.eps)
         bottom = (greatest * scale).round() - 255
@@ -448,7 +453,7 @@ def _divided(number: float, x: torch.Tensor) -> torch.Tensor:
     return torch.full_like(x, number) / x
 
 
-def _power_of_two_below(x: torch.Tensor) -> torch.Tensor:
+def power_of_two_below(x: torch.Tensor) -> torch.Tensor:
     """The greatest power of two that is at most ``x``; zero, infinity and NaN stay as they are."""
     mantissa, _ = torch.frexp(x)
     return torch.where((x > 0) & x.isfinite(), x / (2 * mantissa), x)

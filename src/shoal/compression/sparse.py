@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import torch
 
-from ..kernels.native import codecs as native
+from ..kernels import native
 from .bits import positions_bytes, read_positions, write_positions
 from .compressor import Compressor, Draw, Piece, as_bytes, as_drawn, as_numbers, rows
-from .draws import Draws, DrawStream, HashStream, stream_of
+from .random_numbers import Draws, DrawStream, HashStream, stream_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class TopK(Compressor):
         return count * dtype.itemsize + positions_bytes(count, d)
 
     def omega(self, d: int) -> float:
-        return 1 - _count(self.share, d) / d
+        return 1 - _count(self.share, d) / d if d else 0.0
 
     def _encode(self, x: torch.Tensor, data: torch.Tensor, stream: DrawStream | None) -> None:
         for row, message in zip(rows(x), rows(data), strict=True):
@@ -115,12 +116,12 @@ class RandomK(Compressor):
         return _places_of_largest(draw(0, torch.empty_like(like, memory_format=torch.contiguous_format)), count)
 
     def omega(self, d: int) -> float:
-        kept = _count(self.share, d) / d
+        kept = _count(self.share, d) / d if d else 1.0
         return 1 / kept - 1 if self.scaled else 1 - kept
 
 
 def _check(share: float) -> None:
-    if not 0 < share <= 1:
+    if not (isinstance(share, Real) and 0 < share <= 1):
         raise ValueError(f"share={share}: pass the share of the numbers to send, above 0 and at most 1")
 
 

@@ -7,7 +7,7 @@ package.
 The method. An operation whose messages have been compared requests the transfer of its tensors (``request.py``). Agents
 with requests take part in a round (``round.py``). At its end all have the same list of the requests common to all, and
 run them in that order. An earlier decision costs one bit in later rounds (``response_cache.py``, ``round.py``). New
-requests are decided by the first agent, which keeps no state (``decision.py``).
+requests are decided by the first agent, which keeps no state (``round.py``).
 
 The start of a round. There is no timer, and an agent without requests takes part in nothing. An agent with requests
 begins a round and waits in it for the others; its new requests go into the next round. After a round without a result,
@@ -26,18 +26,16 @@ from .. import clock
 from ..engine.discovery import submit_to_all
 from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
-from ..operations.membership import Plan, Ranks
-from ..operations.operation import Operation
-from ..operations.services import Service
-from ..operations.stage import Stage, Steps
-from ..transport.collective_plan import CollectivePlan, Step
+from ..execution.control_messages import Service
+from ..execution.membership import Plan, Ranks
+from ..execution.operation import Operation
+from ..execution.stage import Stage, Steps
 from ..transport.link import Lease
-from ..transport.process_group import ABANDON_AFTER, ProcessGroups
-from ..transport.wire import Kind, Message, Payload, Where
-from .decision import Refusal, Response
+from ..transport.messages import Kind, Message, Payload, Where
+from ..transport.process_group import ABANDON_AFTER, CollectivePlan, ProcessGroups, Step
 from .request import ALL, CallSignature, PendingRequest, PendingRequests, RequestKey, TransferRequest
 from .response_cache import ResponseCache
-from .round import RoundOutcome, Vector, coordinate
+from .round import Refusal, Response, RoundOutcome, Vector, coordinate
 
 ROUND = "~coordination"
 """The name of the rounds."""
@@ -67,7 +65,7 @@ class OrderingCounters:
 
 
 class CollectiveOrdering(Service):
-    """The :class:`~shoal.operations.backend_stages.CollectiveBackend` of one agent that moves tensors by process
+    """The :class:`~shoal.execution.backend_stages.CollectiveBackend` of one agent that moves tensors by process
     groups."""
 
     def __init__(self, engine: Engine, capacity: int = CAPACITY) -> None:
@@ -82,7 +80,7 @@ class CollectiveOrdering(Service):
         self._moving: dict[CollectivePlan, PendingRequest] = {}
         self._gone: set[int] = set()  # agents that take part no more, which all learned in a round
         self._group: Ranks = ()  # of the last round
-        self._attempt = 0  # the number of lost agents when the last round began
+        self._losses = 0  # the number of lost agents when the last round began
         self._under_way = False
         self._changed = False  # there are requests since the last round began
         self._productive = True  # the last round had a result
@@ -102,7 +100,7 @@ class CollectiveOrdering(Service):
     # As a backend
 
     def ask(self, operation: Operation, stage: Stage) -> None:
-        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.ask`."""
+        """See :meth:`~shoal.execution.backend_stages.CollectiveBackend.ask`."""
         carried = stage.exchange.carried
         assert carried is not None
         engine, among = self._engine, carried.among
@@ -133,14 +131,14 @@ class CollectiveOrdering(Service):
         self._pending.add(PendingRequest(request, operation, stage, movement, leases))
         others = peers if peers is not None else (among or self._taking_part(operation))
         stage.absent = set(others) - {engine.rank}
-        stage.asked = False
+        stage.probed_at = 0.0  # the wait for these members begins; earlier probes were for their messages
         self._changed = True
         engine.check_by(stage.started)
         within = among if among is not None else peers
         self._emit("asked", operation, stage, " ".join(map(str, within or ())))
 
     def reset(self) -> None:
-        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.reset`."""
+        """See :meth:`~shoal.execution.backend_stages.CollectiveBackend.reset`."""
         self._forget_all()
         # The loss explains a failure of the backend, for which check() would end this agent's operations.
         self._broken = None
@@ -160,22 +158,22 @@ class CollectiveOrdering(Service):
         self._groups = self._make_groups(self._engine.current_plan)
 
     def quiesce(self, until: int = 0) -> int:
-        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.quiesce`."""
+        """See :meth:`~shoal.execution.backend_stages.CollectiveBackend.quiesce`."""
         self._until = max(until, self._engine.rounds_begun(ROUND))
         self._engine.wake()
         return self._until
 
     @property
     def is_quiescent(self) -> bool:
-        """See :attr:`~shoal.operations.backend_stages.CollectiveBackend.is_quiescent`."""
+        """See :attr:`~shoal.execution.backend_stages.CollectiveBackend.is_quiescent`."""
         return not (self._under_way or self._moving) and self._engine.rounds_begun(ROUND) == self._until
 
     def resume(self) -> None:
-        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.resume`."""
+        """See :meth:`~shoal.execution.backend_stages.CollectiveBackend.resume`."""
         self._until = None
         self._engine.wake()
 
-    def enter(self) -> None:
+    def on_admission(self) -> None:
         """Agents were admitted, possibly this one, while rounds were paused: start without a cache, as a new agent has
         none.
         """
@@ -184,8 +182,8 @@ class CollectiveOrdering(Service):
         self._have_moved_all.clear()
         self._renew_groups()
 
-    def withdraw(self, operation: Operation, stage: Stage) -> bool:
-        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.withdraw`."""
+    def withdraw(self, stage: Stage) -> bool:
+        """See :meth:`~shoal.execution.backend_stages.CollectiveBackend.withdraw`."""
         if any(moving.stage is stage for moving in self._moving.values()):
             return False
         for pending in self._pending.all():
@@ -200,7 +198,7 @@ class CollectiveOrdering(Service):
 
     @property
     def due(self) -> bool:
-        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.due`."""
+        """See :meth:`~shoal.execution.backend_stages.CollectiveBackend.due`."""
         over = self.left or self._awaited is not None or self._engine.ended is not None
         # No round can begin while the agent shuts down. A due one would be tried again without end.
         if self._under_way or over or self._engine.is_agreeing or self._engine.is_closing:
@@ -228,14 +226,14 @@ class CollectiveOrdering(Service):
                 self._under_way = False
 
     def leave(self) -> None:
-        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.leave`."""
+        """See :meth:`~shoal.execution.backend_stages.CollectiveBackend.leave`."""
         self._leaving = True
         if not self._others:
             self.left = True
         self._engine.wake()
 
     def stop(self) -> None:
-        """See :meth:`~shoal.operations.backend_stages.CollectiveBackend.stop`."""
+        """See :meth:`~shoal.execution.backend_stages.CollectiveBackend.stop`."""
         with self._engine.lock:
             self.left = self._stopped = True
         limit = clock.monotonic() + ABANDON_AFTER
@@ -273,7 +271,7 @@ class CollectiveOrdering(Service):
 
     def serve(self, source: int, message: Message) -> None:
         """An agent announces the begin of a round, or the end of its transfers; see
-        :class:`~shoal.operations.services.Service`.
+        :class:`~shoal.execution.control_messages.Service`.
         """
         round_, also_without_requests = message.round, message.digest == _BEGINS_FOR_SOME
         if message.digest == _ALL_MOVED:
@@ -286,9 +284,9 @@ class CollectiveOrdering(Service):
     def _steps(self, operation: Operation) -> Steps[RoundOutcome]:
         engine, cache = self._engine, self._cache
         with engine.lock:
-            operation.on_outcome = partial(self._ended, operation.plan.attempt)
-            if operation.plan.attempt != self._attempt:  # agents that left before are gone for all since then
-                self._attempt, self._group = operation.plan.attempt, ()
+            operation.on_outcome = partial(self._ended, operation.plan.losses)
+            if operation.plan.losses != self._losses:  # agents that left before are gone for all since then
+                self._losses, self._group = operation.plan.losses, ()
                 self._gone.clear()
             group = self._taking_part(operation)
             # All agents of the round clear together, so their caches stay equal. An entry for all agents would mean
@@ -326,7 +324,7 @@ class CollectiveOrdering(Service):
             first = {id(known[entry.key][0]) for entry in ready if entry.key in known}
             return {pending.request: [self._engine.rank] for pending in found if id(pending) not in first}
 
-    def _ended(self, attempt: int, outcome: RoundOutcome | None, error: BaseException | None) -> None:
+    def _ended(self, losses: int, outcome: RoundOutcome | None, error: BaseException | None) -> None:
         """A round has ended, equally on all agents. Under the lock."""
         self._under_way = False
         if outcome is None:
@@ -334,7 +332,8 @@ class CollectiveOrdering(Service):
             if error is not None and not isinstance(error, (PeerLost, NotInitialized)):
                 self._engine.cut_off(f"the order of operations is lost: {error}")
             return
-        if attempt != self._engine.attempt:  # it ends after a loss
+        plan = self._engine.current_plan
+        if losses != plan.losses:  # it ends after a loss
             self._gone.update(outcome.leaving)
             return
         self.counts.rounds += 1
@@ -476,11 +475,11 @@ class CollectiveOrdering(Service):
     # As a service
 
     def on_departure(self, rank: int, because: int | None) -> None:
-        """An agent that is gone sends no more messages; see :class:`~shoal.operations.services.Service`."""
+        """An agent that is gone sends no more messages; see :class:`~shoal.execution.control_messages.Service`."""
         self._await_no_more(rank)
 
     def check(self, now: float) -> float:
-        """End the job if a backend has failed and no loss of an agent explains it; see :class:`~.services.Service`."""
+        """End the job if a backend has failed and no loss of an agent explains it; see :class:`.Service`."""
         if self._broken is None or self._engine.ended is not None:
             return FOREVER
         due, error = self._broken

@@ -1,7 +1,7 @@
 """A request to transfer the tensors of one stage of an operation, once all its members have requested it.
 
 A request does not describe the tensors. By then the two agents of each edge have compared them, message by message
-(``operations/matching.py``). The ``properties`` of a call are those that all must agree on
+(``execution/matching.py``). The ``properties`` of a call are those that all must agree on
 and no message compares.
 
 An agent keeps its own requests as ``PendingRequest`` until their tensors have been transferred.
@@ -13,13 +13,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..operations.control_messages import parsed_count, parsed_ranks
-from ..operations.matching import Matcher
-from ..operations.membership import Ranks
-from ..operations.operation import Operation
-from ..operations.stage import Stage
-from ..transport.collective_plan import CollectivePlan
+from ..execution.control_messages import parsed_count, parsed_ranks
+from ..execution.matching import Matcher
+from ..execution.membership import Ranks
+from ..execution.operation import Operation
+from ..execution.stage import Stage
 from ..transport.link import Lease
+from ..transport.process_group import CollectivePlan
 
 ALL: Ranks = ()
 """Stands for all present ranks."""
@@ -195,7 +195,7 @@ class PendingRequests:
     def _first_open(self, name: str, number: int) -> float:
         """The first round under a name whose call may still request a stage, because it waits for headers.
 
-        A request implies that this agent's earlier rounds have made theirs, or will not: see :func:`~.decision.decide`.
+        A request implies that this agent's earlier rounds have made theirs, or will not: see :func:`~.round.decide`.
         So later rounds are held back until then. Otherwise the other agents would regard the earlier call as skipped by
         this agent, and it would fail.
         """
@@ -204,7 +204,9 @@ class PendingRequests:
             if stage is None:
                 may_ask = operation.outcome is None
             else:
-                may_ask = stage.number < number or (stage.number == number and stage.to_move and not stage.asked_for)
+                may_ask = stage.number < number or (
+                    stage.number == number and stage.to_move and not stage.transfer_requested
+                )
             if may_ask:
                 return operation.round
         return float("inf")

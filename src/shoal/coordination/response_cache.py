@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..operations.membership import Ranks
+from ..execution.membership import Ranks
 from .request import CallSignature, RequestKey, TransferRequest
 
 

@@ -1,28 +1,31 @@
-"""The status of an agent, for waiting agents and for ``shoal status``.
+"""The status of an agent, for waiting agents, ``shoal status``, the live page, and traces.
 
-It has the agent's waiting calls, the call that ended last, and the training steps. The data exist in any case, so a
-status costs nothing until it is requested.
+It has the agent's waiting calls, the call that ended last, the training steps, and the latest metrics of the script.
+Nothing is computed for it: calls are in the tables of the engine, :func:`shoal.metrics` and
+:func:`shoal.consensus_distance` record their results, and optimizers count their steps.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import clock
-from .._timeouts import format_seconds
 from .._version import __version__
+from ..clock import format_seconds
+from ..execution.control_messages import Services
+from ..execution.events import Events
+from ..execution.membership import NOT_YET
+from ..execution.operation import Operation, describe, needed_by
+from ..execution.shared_parts import SharedParts
+from ..execution.submission_gate import SubmissionGate
 from ..fault_tolerance.agreement import Agreement
-from ..operations.membership import NOT_YET
-from ..operations.operation import Operation, describe, needed_by
-from ..operations.services import Services
-from ..operations.shared_parts import SharedParts
-from ..operations.submission_gate import SubmissionGate
-from .training_metrics import StepCounter, TrainingMetrics
 
 MOST = 8
 """Waiting calls that are listed; further ones are only counted."""
@@ -30,6 +33,94 @@ AT_ONCE = 0.02
 """Seconds that a call on a window usually takes if it does not wait; a shorter one is not listed."""
 _LONGEST = 200
 """Characters of a call's description at most."""
+MOST_NAMES = 32
+"""The number of names that are kept. Later names are ignored, since a script may use a new name in each step."""
+_LONGEST_NAME = 80
+"""Characters of a name at most."""
+
+
+class MetricValue(NamedTuple):
+    """One metric over all agents.
+
+    Attributes:
+        times: The number of measurements.
+        own: This agent's value.
+        mean, worst: The mean and the worst value over all agents.
+        worst_rank: The rank of the worst value; -1 if all are equal.
+    """
+
+    times: int
+    own: float
+    mean: float
+    worst: float
+    worst_rank: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Convert to JSON data. Values that JSON lacks are strings: ``nan``, ``inf``."""
+        return {name: value if math.isfinite(value) else str(value) for name, value in self._asdict().items()}
+
+
+class TrainingMetrics:
+    """The metrics of one agent. Threads of its script record them, and any thread reads them."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._of: dict[str, MetricValue] = {}
+
+    def note(self, name: str, own: float, mean: float, worst: float, worst_rank: int = -1) -> None:
+        """Record a measurement."""
+        name = name[:_LONGEST_NAME]
+        before = self._of.get(name)
+        if before is None and len(self._of) >= MOST_NAMES:
+            return
+        self._of[name] = value = MetricValue(1 if before is None else before.times + 1, own, mean, worst, worst_rank)
+        if self._events.active:
+            finite = {which: number for which, number in (("own", own), ("mean", mean)) if math.isfinite(number)}
+            self._events.emit("measured", "metrics", name, value.times, detail=json.dumps(finite))
+
+    @property
+    def values(self) -> dict[str, MetricValue]:
+        """The last value of each metric, by name."""
+        return dict(self._of)
+
+
+@dataclass(slots=True)
+class _Counted:
+    count: int
+    ended: int  # end of the last step, in nanoseconds
+
+
+class StepCounter:
+    """The step counters of one agent. An optimizer belongs to one thread, which counts its steps."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._of: dict[str, _Counted] = {}
+
+    def ended(self, name: str, began: int) -> None:
+        """Count a step of an optimizer that was called at ``began`` (``clock.perf_counter_ns()``) and has ended.
+
+        In a trace a step begins when the previous one ended, so it includes the forward and backward passes.
+        """
+        known = self._of.get(name)
+        if known is None:
+            known = self._of[name] = _Counted(0, began)
+        before, known.ended = known.ended, clock.perf_counter_ns()
+        known.count += 1
+        if self._events.active:
+            self._events.emit("stepped", "step", name, known.count, before, end=known.ended)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of steps, by optimizer."""
+        # A copy first: the thread of an optimizer may add its name during the iteration.
+        return {name: steps.count for name, steps in list(self._of.items())}
+
+    @property
+    def seconds_ago(self) -> float | None:
+        """Seconds since the last step ended; None if there was none."""
+        last = max((steps.ended for steps in list(self._of.values())), default=None)
+        return None if last is None else (clock.perf_counter_ns() - last) / 1e9
 
 
 @dataclass(frozen=True)
@@ -82,7 +173,7 @@ class AgentStatus:
 
 
 class StatusReporter:
-    """Builds the status of one agent. Used under the engine's lock."""
+    """Builds the status of one agent. Used under the engine's lock, except :meth:`describe`."""
 
     def __init__(
         self,
@@ -102,7 +193,7 @@ class StatusReporter:
 
     def waited_for(self, operation: Operation) -> list[int]:
         """The ranks that block an operation. This includes receivers that have not read its earlier messages."""
-        stage = (operation.fused or operation).stage
+        stage = operation.current_stage
         waiting = operation.blocked_on
         if not waiting and stage is not None and not stage.posted:
             return self._sender.receivers_behind(operation.name)
@@ -115,7 +206,7 @@ class StatusReporter:
         waiting = [
             WaitStatus(str(operation)[:_LONGEST], tuple(ranks), now - operation.started, operation.deadline - now)
             for operation in self._matcher.in_flight()
-            if not operation.background and ((ranks := self.waited_for(operation)) or operation.moves)
+            if not operation.background and ((ranks := self.waited_for(operation)) or operation.in_transfer)
         ]
         for service in self._services.all():
             for call, ranks, since in service.calls_that_wait():
@@ -131,9 +222,21 @@ class StatusReporter:
             now - ended if op else 0.0,
         )
 
+    def describe(self, within: float) -> dict[str, Any]:
+        """The status for `shoal status`; only the agent's identity if the engine's lock is not free ``within`` seconds.
+
+        Called from any thread.
+        """
+        # With a limit: the caller may hold another agent's lock, and the holder of this one may wait for that.
+        if not self._progress.lock.acquire(timeout=within):
+            return self._identity
+        try:
+            return self._as_json()
+        finally:
+            self._progress.lock.release()
+
     @property
-    def busy(self) -> dict[str, Any]:
-        """The short status for another process, while another thread holds the engine's lock: the agent's identity."""
+    def _identity(self) -> dict[str, Any]:
         router = self._router
         first = router.places[0] if router.places else router.place
         return {
@@ -148,13 +251,12 @@ class StatusReporter:
             "since": self._began,
         }
 
-    def as_json(self) -> dict[str, Any]:
-        """The full status for another process."""
+    def _as_json(self) -> dict[str, Any]:
         doing, view = self.doing, self._membership.view
         data = asdict(doing)
         data["waiting"] = [asdict(wait) for wait in doing.waiting[:MOST]]
         return {
-            **self.busy,
+            **self._identity,
             **data,
             "waits_in": len(doing.waiting),
             "lost": [rank for rank, cause in view.died.items() if cause != NOT_YET],

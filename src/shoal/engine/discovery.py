@@ -4,6 +4,8 @@ Each agent names some other agents (destinations of a push, or sources of a pull
 Notices are passed on in ``ceil(log2 n)`` steps. In step k an agent sends to the agent 2^k ranks ahead every notice
 whose remaining distance contains that power of two. This is Bruck's all-to-all, restricted to the notices that exist.
 So an agent sends and receives ``ceil(log2 n)`` small messages for any graph, and every notice reaches its agent.
+
+Without any named agents it is a barrier. :func:`submit_to_all` ends collective operations that survive losses with it.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from typing import TypeVar
 import torch
 
 from ..errors import Mismatch
-from ..fault_tolerance.result_cache import copy_for_cache
-from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
-from ..operations.stage import Arrived, Exchange, Send, Steps
+from ..execution.operation import FailurePolicy, FusionSpec, Handle, Operation
+from ..execution.stage import Arrived, Exchange, Send, Steps
+from ..fault_tolerance.recovery import copy_for_cache
 from .engine import Engine
 
 T = TypeVar("T")
@@ -44,7 +46,7 @@ def discover(
     while step < size:
         passing = [notice for notice in notices if (notice[1] - rank) % size & step]
         notices = [notice for notice in notices if not (notice[1] - rank) % size & step]
-        pairs = torch.tensor(passing, dtype=torch.int32).view(-1)
+        pairs = torch.tensor(passing, dtype=torch.int32, device="cpu").view(-1)
         ahead, behind = group[(rank + step) % size], group[(rank - step) % size]
         send = Send(ahead, engine.publisher.publish(operation, pairs), 0, pairs.numel(), tuple(pairs.shape))
         stage = None if first_stage is None else first_stage + step.bit_length() - 1

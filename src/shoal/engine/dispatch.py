@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..errors import DeadlineExceeded, Mismatch, PeerLost
-from ..fault_tolerance.failures import Failures
-from ..operations.fused_name import PREFIX
-from ..operations.fusion import Fusion
-from ..operations.lifecycle import Lifecycle
-from ..operations.matching import MatchResult
-from ..operations.operation import Operation
-from ..operations.sender import CONNECT
-from ..operations.services import Services
-from ..operations.shared_parts import SharedParts
-from ..operations.stage import Stage
-from ..transport.wire import AGAIN, DIED, HERE, Kind, Message, ProtocolError, Where
+from ..errors import DeadlineExceeded, Mismatch, PeerLost, ProtocolError
+from ..execution.control_messages import Services
+from ..execution.fused_operation import PREFIX
+from ..execution.fusion import Fusion
+from ..execution.lifecycle import Lifecycle
+from ..execution.matching import MatchResult
+from ..execution.operation import Operation
+from ..execution.shared_parts import SharedParts
+from ..execution.stage import Stage
+from ..fault_tolerance.failure_detector import Failures
+from ..transport.messages import AGAIN, DIED, HERE, Kind, Message, Where
+from ..transport.reverse_connections import CONNECT
 
 
 class Probe(NamedTuple):
@@ -54,6 +54,10 @@ class Dispatch:
         self._services = services
         self._probes = probes
         self._events = parts.events
+        self._router = parts.router
+        # The rest of the interface of a receiver: signs of a loss.
+        self.on_closed, self.on_cut = failures.on_closed, failures.on_cut
+        self.on_shut_out, self.on_left = failures.on_shut_out, failures.on_left
 
     def on_message(self, source: int, message: Message) -> None:
         kind = message.kind
@@ -84,7 +88,7 @@ class Dispatch:
             elif kind is Kind.NOTICE:
                 self._failures.on_notice(source, message)
         except ProtocolError as error:  # also for a kept message that is handled later
-            self._failures.on_closed(source, str(error), True, True)
+            self._failures.on_closed(source, str(error), final=True, certain=True)
 
     def on_arrived(self, source: int, message: Message) -> None:
         payload = message.payload
@@ -95,23 +99,11 @@ class Dispatch:
         if payload.on_more is not None:
             payload.on_more()
 
-    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
-        self._failures.on_closed(peer, cause, final, certain)
-
-    def on_cut(self, peer: int, cause: str) -> None:
-        self._failures.on_cut(peer, cause)
-
-    def on_shut_out(self, peer: int) -> None:
-        self._failures.on_shut_out(peer)
-
-    def on_left(self, peer: int, lost: int = -1, cause: str = "") -> None:
-        self._failures.on_left(peer, lost, cause)
-
     def take(self, source: int, message: Message) -> None:
         """Deliver a tensor to its operation. It may be a part of an unpacked fused message."""
         # The matcher has no round of such a name, and would keep the message as early for good.
         if message.name.startswith(PREFIX):
-            self._fusion.came(source, message)
+            self._fusion.on_fused_message(source, message)
             return
         if message.where is Where.CARRIED:
             self._lifecycle.backend_stages.check(message)
@@ -140,7 +132,7 @@ class Dispatch:
             if operation is not None:
                 lifecycle.fail(operation, error)
             else:
-                lifecycle.blame(source, message.name, error)
+                lifecycle.fail_after_end(source, message, error)
         elif message.where is Where.CARRIED and not operation.stage.to_move:
             pass  # announced during an agreement on a loss: a link brings it
         elif message.flags & AGAIN and source in operation.stage.arrived:  # its sender has agreed on a loss earlier
@@ -169,13 +161,13 @@ class Dispatch:
             self._lifecycle.fail(operation, error)
         # The round has ended here, perhaps with a result. Unless the next call raises the error, no caller sees it.
         elif result is MatchResult.UNEXPECTED:
-            self._lifecycle.blame(source, message.name, error)
+            self._lifecycle.fail_after_end(source, message, error)
         # Only after the failure: the token may be the last confirmation, and would end the operation with its result.
         self._lifecycle.acknowledged(source, message.token)
 
     def _on_ask(self, source: int, message: Message) -> None:
         if message.name == CONNECT:
-            self._sender.on_connect_request(message)
+            self._router.reversing.on_request(message)
             return
         probe = self._probes.get(message.op)
         if probe is not None:
@@ -200,7 +192,7 @@ class Dispatch:
         result, operation = self._matcher.match(message)
         # A report on another stage is outdated: an error would name ranks that do not block this one.
         if result is MatchResult.NOW and operation is not None and operation.stage is not None:
-            operation.stage.behind[source] = message.shape
+            operation.stage.reported_waits[source] = message.shape
 
     def _on_deny(self, source: int, message: Message) -> None:
         probe = self._probes.get(message.op)
@@ -217,7 +209,7 @@ class Dispatch:
         # If the message has arrived, this answers an earlier probe and is outdated.
         if message.flags & HERE or source not in stage.missing:
             if stage.to_move:
-                self._of_moving(source, message, operation, stage)
+                self._on_backend_report(source, message, operation, stage)
             return
         if self._fusion.is_coming(source, (message.name, message.round)):  # sent before, still arriving
             return
@@ -242,7 +234,7 @@ class Dispatch:
         self._sender.refuse(source, message, text)
         self._lifecycle.fail(operation, Mismatch(text, (source, self._rank, *message.shape)))
 
-    def _of_moving(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:
+    def _on_backend_report(self, source: int, message: Message, operation: Operation, stage: Stage) -> None:
         """Handle a peer's report on a stage that a backend is to move: it has reached the stage, or has failed."""
         if not message.text:  # it has reached the stage, or needs nothing more of it
             stage.confirmed_by(source)

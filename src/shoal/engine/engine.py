@@ -8,9 +8,9 @@ How it works. ``lifecycle.py`` resumes an operation when the messages of its sta
 message that no operation here will ever expect is refused, and both sides raise. An agent that has waited briefly for a
 message probes its sender (ASK). A sender that will not send the message denies it (DENY). So disagreements are detected
 in milliseconds instead of at the deadline, and a round without disagreement costs no extra message. ``progress.py``
-decides which thread drives, ``dispatch.py`` handles messages by kind, ``failures.py`` lost agents, ``fusion.py`` fused
-operations, ``watchdog.py`` deadlines. Imports have one direction, in the order in which the parts are created below. A
-part that needs a later one receives a function.
+decides which thread drives, ``dispatch.py`` handles messages by kind, ``failure_detector.py`` lost agents,
+``fusion.py`` fused operations, ``watchdog.py`` deadlines. Imports have one direction, in the order in which the parts
+are created below. A part that needs a later one receives a function.
 
 Rejected: asyncio (a callback costs more than a small operation), a thread for each operation, and a progress thread
 that does all the work (two thread switches for each blocking call, under one interpreter lock).
@@ -28,43 +28,40 @@ from typing import Any, TypeVar
 
 from .. import clock
 from .._signals import deferred
-from .._timeouts import parse_timeout
+from ..clock import parse_timeout
+from ..config import Config
 from ..errors import DeadlineExceeded, NotInitialized, ShoalError
-from ..fault_tolerance.agreement import WORD, Agreement
-from ..fault_tolerance.failures import Failures
+from ..execution.backend_stages import CollectiveBackend
+from ..execution.control_messages import Services
+from ..execution.deadlock import DEADLOCK, Deadlocks
+from ..execution.devices import Devices
+from ..execution.events import NO_SPAN, Events, deferred_span, profiler, span
+from ..execution.fusion import Fusion
+from ..execution.layout_mismatch import TENSORS, LayoutExchange
+from ..execution.lifecycle import Lifecycle
+from ..execution.matching import Matcher
+from ..execution.membership import WHOLE, Plan, View
+from ..execution.operation import FailurePolicy, FusionSpec, Handle, Operation
+from ..execution.progress import Callbacks, Progress
+from ..execution.publishing import Publisher
+from ..execution.sender import Sender, send_alone
+from ..execution.shared_parts import SharedParts
+from ..execution.stage import Steps as Generating
+from ..fault_tolerance.agreement import AGREEMENT, Agreement
+from ..fault_tolerance.failure_detector import Failures
 from ..fault_tolerance.membership_states import MembershipTable
-from ..fault_tolerance.partition import WORD as TOGETHER
-from ..fault_tolerance.partition import PartitionResolver
+from ..fault_tolerance.partition import PARTITION, PartitionResolver
+from ..fault_tolerance.recovery import HAD, RESULT, ResultCache, ResultTransfer
 from ..fault_tolerance.rejoin import Rejoin
-from ..fault_tolerance.result_cache import HAD, RESULT, ResultCache, ResultTransfer
-from ..operations.deadlock import DEADLOCK, Deadlocks
-from ..operations.deferred_callbacks import Callbacks
-from ..operations.devices import Devices
-from ..operations.events import Events
-from ..operations.fusion import Fusion
-from ..operations.layout_mismatch import TENSORS, LayoutExchange
-from ..operations.lifecycle import Lifecycle
-from ..operations.matching import Matcher
-from ..operations.membership import WHOLE, Plan
-from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
-from ..operations.profiling import deferred_span, profiler, span
-from ..operations.progress import Progress
-from ..operations.publishing import Publisher
-from ..operations.sender import Sender, send_alone
-from ..operations.services import Services
-from ..operations.shared_parts import SharedParts
-from ..operations.stage import Steps as Generating
-from ..transport.pending_peers import ENTRY
+from ..transport.acceptor import ENTRY
 from ..transport.poller import Poller
 from ..transport.router import Router
 from ..transport.shared_regions import Arena, ResultPool
-from .agent_status import StatusReporter
+from ..transport.tls import Certificates
+from .agent_status import StatusReporter, StepCounter, TrainingMetrics
 from .dispatch import Dispatch, Probe
-from .face import EngineFace
 from .shutdown import Shutdown
-from .stalls import DOING, Stalls
-from .training_metrics import StepCounter, TrainingMetrics
-from .watchdog import ALIVE, Watchdog
+from .watchdog import ALIVE, DOING, Stalls, Watchdog
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -72,7 +69,7 @@ PLAN = "plan"
 """The operation of :meth:`Engine.plan`."""
 
 
-class Engine(EngineFace):
+class Engine:
     """The exchange of one agent with the other agents."""
 
     def __init__(self, rank: int, size: int, timeout: float, incarnation: int = 0) -> None:
@@ -97,7 +94,7 @@ class Engine(EngineFace):
         self.lifecycle = lifecycle = Lifecycle(
             parts,
             self.publisher,
-            lambda operation: self.fusion.begins(operation),
+            lambda operation: self.fusion.unpack_for(operation),
             lambda name, round_, on_loss: self.agreement.plan_of(name, round_, on_loss),
             callbacks,
             result_cache.ended,
@@ -106,7 +103,7 @@ class Engine(EngineFace):
         self.result_transfer = results = ResultTransfer(parts, lifecycle, result_cache)
         self.agreement = agreement = Agreement(parts, membership, lifecycle, fusion, results)
         self.failures = failures = Failures(parts, membership, lifecycle, fusion, services, agreement)
-        self.rejoin = Rejoin(parts, membership, agreement, failures)
+        self.rejoin = Rejoin(parts, membership, agreement, failures, lifecycle.gate)
         self.partition_resolver = PartitionResolver(parts, membership, lifecycle.gate, agreement)
         self.deadlocks = deadlocks = Deadlocks(parts, lifecycle, timeout)
         self.step_counter, self.training_metrics = StepCounter(events), TrainingMetrics(events)
@@ -123,56 +120,142 @@ class Engine(EngineFace):
             DEADLOCK: Probe(deadlocks.serve, deadlocks.judge),
         }
         self.dispatch = Dispatch(parts, lifecycle, fusion, failures, services, probes)
-        router.describe_by(self._describe)
-        router.ask_others_by(sender.ask_to_connect)
+        router.describe_by(about.describe)
+        router.send_by(sender.send_message)
         router.deliver_to(self.dispatch)
-        self._shutdown = Shutdown(parts, lifecycle, fusion, services, result_cache)
-        # The face of the engine. Modules outside of the engine use no other part of it.
-        publisher, arena = self.publisher, self.arena
+        self._shutdown = partial(Shutdown, parts, lifecycle, fusion, services, result_cache)
+        # The interface of the engine, with the properties below. Modules outside of the engine use no part by itself.
+        publisher, arena, gate, place = self.publisher, self.arena, lifecycle.gate, router.place
         # For operations and backends:
         self.publish, self.publish_joined = publisher.publish, publisher.publish_joined
-        self.keep_unpublished, self.reserve = publisher.keep, publisher.room
+        self.keep_unpublished, self.reserve = publisher.keep_unpublished, publisher.reserve
         self.problem, self.result_memory = publisher.problem, self.pool.empty
         self.send_control, self.send_bytes = sender.send_control, sender.send_bytes
         self.send_tensor = partial(send_alone, publisher, sender)
         self.acknowledge, self.refuse, self.flush = sender.acknowledge, sender.refuse, sender.flush
-        self.count_sent, self.transport_to = sender.count, router.transport_to
-        self.rounds_begun, self.fail = matcher.begun, lifecycle.fail
-        self.active_operation, self.in_flight = matcher.active, matcher.in_flight
+        self.count_sent, self.transport_to = sender.count_sent, router.transport_to
+        self.rounds_begun, self.fail = matcher.rounds_begun, lifecycle.fail
+        self.active_operation, self.in_flight = matcher.active_operation, matcher.in_flight
         stages = lifecycle.backend_stages
-        self.transferred, self.send_withdrawal = stages.moved, stages.send_withdrawal
+        self.transferred, self.send_withdrawal = stages.transferred, stages.send_withdrawal
         self.check_by, self.wake, self.notify = progress.check_by, self.poller.wake, progress.notify
-        self.drive_until, self.begins_to_wait = progress.drive_until, stalls.begins_to_wait
-        self.check_joined, self.joining_peers = self.rejoin.check_joined, self.rejoin.asking
-        self.add_service, self.service = services.add, services.get
-        self.cut_off = failures.break_off
+        self.drive_until, self.check_after_wait = progress.drive_until, stalls.check_after_wait
+        self.check_joined, self.joining_peers = self.rejoin.check_joined, self.rejoin.joining_peers
+        self.add_service, self.service, self.holds_topology = services.add, services.get, services.holds_topology
+        self.cut_off, self.reason_against = failures.cut_off, gate.reason_against
         # For optimizers:
         self.step_ended, self.note_metric = self.step_counter.ended, self.training_metrics.note
         # For windows and buckets: memory that neighbours map.
         self.find_shared, self.next_region, self.shared_memory = arena.find, arena.next_ident, arena.empty
         self.retire_region, self.share_region = arena.retired.append, sender.share
-        self.describe_member = membership.describe
+        self.describe_member, self.inbox_address = membership.describe, router.inbox.address
         # For the start, and for monitoring:
         self.listen, self.meet, self.begin_waiting = router.listen, router.meet, self.rejoin.begin_waiting
         self.describe, self.record_events = router.describe, events.record
-        self.edge_counters, self.is_waited_for = sender.traffic, matcher.is_waited_for
-        self.watch_membership = membership.watch
+        self.edge_counters, self.is_waited_for = sender.edge_counters, matcher.is_waited_for
+        self.watch_membership, self.on_membership_change = membership.watch, agreement.listeners.append
+        self.expect_no_calls_of = deadlocks.bystanders.update
+        self.place, self.host, self.incarnation = place, place.host, place.incarnation
         self.lock = progress.lock  # guards all of the exchange
         self.abandoned = False  # whether this is a forked child's copy
+        self.backend: CollectiveBackend | None = None  # moves tensors instead of links, after attach_backend()
         self.compresses_locally = False  # compressors encode messages within this machine, too
+
+    def configure(self, config: Config, certificates: Certificates | None) -> None:
+        """Set what the environment variables say. Call it before the start."""
+        self.rejoin.set_timeout(config.entry_timeout)
+        self.publisher.require_finite(config.check_finite)
+        self.compresses_locally = config.compress_locally
+        self.devices.use_device_memory(config.device_memory)
+        self.watchdog.drop_silent_after(config.drop_after)
+        self.stalls.report_after(config.stall_seconds)
+        self.router.encrypt_with(certificates)
+
+    def attach_backend(self, backend: CollectiveBackend, on_admission: Callable[[], None]) -> None:
+        """Let a backend move tensors. ``on_admission`` is called when agents are admitted. Call it before the start."""
+        if self.agreement.active:
+            self.sender.keep_backend_tensors()
+        self.rejoin.notify_of_admission(on_admission)
+        self.backend = backend
+        self.lifecycle.backend_stages.carry_with(backend)
 
     def start(self) -> None:
         self.progress.start()
 
-    def _describe(self, within: float) -> dict[str, Any]:
-        """This agent's status, for `shoal status`. Called from any thread, which may hold another agent's lock."""
-        # With a limit: the caller may hold another agent's lock, and the holder of this one may wait for that.
-        if not self.lock.acquire(timeout=within):
-            return self.status_reporter.busy
-        try:
-            return self.status_reporter.as_json()
-        finally:
-            self.lock.release()
+    @property
+    def view(self) -> View:
+        """The members, and how each of the others was lost. Under the engine's lock, or an immutable copy of it."""
+        return self.membership.view
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """The members as this agent knows them, ascending."""
+        return self.membership.view.alive
+
+    @property
+    def agreed_members(self) -> tuple[int, ...]:
+        """The members on which all have agreed, ascending; without agreements those that this agent knows."""
+        return self.agreement.alive if self.agreement.active else self.membership.view.alive
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether this agent was started again or later, and has not been admitted yet."""
+        return self.membership.view.is_joining
+
+    @property
+    def survives_losses(self) -> bool:
+        """Whether operations continue without lost agents (``on_loss="continue"``)."""
+        return self.agreement.active
+
+    @property
+    def is_agreeing(self) -> bool:
+        """Whether the survivors are agreeing on a loss, so that no operation begins."""
+        return self.lifecycle.gate.paused
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether this agent has shut down, or is about to, so that no operation begins any more."""
+        return self.lifecycle.gate.closing
+
+    @property
+    def current_plan(self) -> Plan:
+        """The plan of operations that begin now."""
+        return self.lifecycle.gate.plan
+
+    @property
+    def ended(self) -> ShoalError | None:
+        """The error of collective operations, which are not possible any more; None while they are."""
+        return self.lifecycle.gate.ended
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds without progress after which a waiting call is logged."""
+        return self.stalls.after
+
+    def is_far(self, rank: int) -> bool:
+        """Whether messages to an agent use the network, or are to be compressed as if they did."""
+        return self.compresses_locally or self.backend is not None or self.router.transport_to(rank) == "network"
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether operations that begin now may be fused: all of them use links, among all agents.
+
+        After a loss, rounds in progress may have different plans.
+        """
+        return self.backend is None and not self.lifecycle.gate.plan.gone
+
+    @property
+    def can_fuse_multistage(self) -> bool:
+        """Whether operations that restart after a loss may be fused too: only if losses are not survived.
+
+        Otherwise agents that fuse and agents that do not would restart at different stages.
+        """
+        return self.can_fuse and not self.agreement.active
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of tensors that this agent has sent so far."""
+        return self.sender.bytes_sent
 
     # Operations
 
@@ -218,7 +301,15 @@ class Engine(EngineFace):
             if handle is not None:
                 break
             limit = limit or clock.monotonic() + seconds
-            self._await_agreement(op, limit, seconds)
+            try:
+                self._await_gate(op, limit, seconds)
+            except BaseException as error:
+                # The other agents begin this round later. Not counted here, it would match this agent's next call.
+                with suppress(ShoalError), deferred:
+                    self.lifecycle.submit(
+                        self, op, name, steps, seconds, alone, one_sided, on_loss, background, among, error
+                    )
+                raise
         if self.callbacks.due:
             self.after()
         return handle
@@ -227,37 +318,37 @@ class Engine(EngineFace):
         """The plan of the next round of a name. For a call of several operations."""
         if not self.agreement.active:
             return WHOLE
-        return self.submit(PLAN, name, _planned, on_loss=FailurePolicy.SKIP_MISSING).wait()
+        return self.submit(PLAN, name, _planned, on_loss=FailurePolicy.SKIP_MISSING, background=True).wait()
 
-    def _await_agreement(self, op: str, limit: float, seconds: float) -> None:
-        """Wait until the survivors have agreed on a loss."""
-        lifecycle, progress = self.lifecycle, self.progress
+    def _await_gate(self, op: str, limit: float, seconds: float) -> None:
+        """Wait until operations may begin: the survivors have agreed on a loss, or all have admitted an agent."""
+        gate, progress = self.lifecycle.gate, self.progress
         call = f"{op} on rank {self.rank}"
-        # This thread would have to receive the reports for which it waits.
-        if progress.mine:
+        # This thread would have to receive the messages for which it waits.
+        if progress.is_driving:
             raise RuntimeError(
-                f"{call}: an agent was lost just now, and nothing can begin inside a callback until then"
+                f"{call}: an agent was lost or is admitted just now, and until then nothing can begin in a callback"
             )
-        while not progress.drive_until(lambda: not lifecycle.gate.paused, limit):
+        # An ended gate may stay shut: this agent takes part in no agreement any more.
+        while not progress.drive_until(lambda: not gate.shut or gate.ended is not None, limit):
             deferred.checkpoint()
             if progress.stopped:
                 raise NotInitialized(f"{call}: this agent has shut down; call shoal.init() first")
             if clock.monotonic() >= limit:
                 with self.lock:
-                    missing = self.agreement.missing
-                raise DeadlineExceeded(
-                    f"{call} waited {seconds:g} s for ranks {missing}: they have not acknowledged the loss of an agent",
-                    missing,
-                )
+                    missing, problem = self.agreement.missing, "they have not acknowledged the loss of an agent"
+                    if not gate.paused:
+                        missing, problem = self.rejoin.awaited, "they have not taken part in the admission of an agent"
+                raise DeadlineExceeded(f"{call} waited {seconds:g} s for ranks {missing}: {problem}", missing)
 
     def survive_losses(self, stops_as_minority: bool = False) -> None:
         """Let operations survive losses; with ``stops_as_minority``, not in a minority. Call it before the start."""
         self.agreement.activate(stops_as_minority)
-        self.services.add(WORD, self.agreement)
+        self.services.add(AGREEMENT, self.agreement)
         self.services.add(HAD, self.result_cache)
         self.services.add(RESULT, self.result_transfer)
         self.services.add(ENTRY, self.rejoin)
-        self.services.add(TOGETHER, self.partition_resolver)
+        self.services.add(PARTITION, self.partition_resolver)
         self.partition_resolver.activate()
 
     def begin_without(self, ranks: tuple[int, ...]) -> None:
@@ -269,8 +360,7 @@ class Engine(EngineFace):
         """Set the outcome of a handle whose work a thread of this agent did by itself."""
         with deferred, self.lock:
             self.lifecycle.finish(handle, result, error)
-            # finish() notifies the waiting threads only. The thread that drives may itself wait for this handle, in
-            # poll().
+            # finish() notifies only waiting threads. The driving thread may itself wait for this handle, in poll().
             self.poller.wake()
 
     def wait_for(self, handle: Handle[Any], timeout: float | None = None) -> bool:
@@ -280,30 +370,23 @@ class Engine(EngineFace):
                 f"waiting for {handle.operation}: this process was forked from that of rank {self.rank}, which goes on "
                 "with it; wait there"
             )
-        if self.progress.mine:
+        if self.progress.is_driving:
             raise RuntimeError(
                 f"waiting for {handle.operation} inside a callback or listener of Shoal would never end: start "
                 "operations there, and wait for them elsewhere"
             )
         started = clock.perf_counter_ns() if self.events.active else 0
         limit = clock.monotonic() + timeout if timeout is not None else float("inf")
-        with span(handle.operation.op, handle.operation.name, "wait"):
+        operation = handle.operation
+        with span(operation.op, operation.name, "wait") if profiler._is_profiler_enabled else NO_SPAN:
             while not (done := self.progress.drive_until(handle.poll, limit)) and clock.monotonic() < limit:
                 deferred.checkpoint()  # a signal arrived: its handler raises, or the wait continues
                 if self.progress.stopped:
                     break
         if started:
-            operation = handle.operation
             key, thread = (operation.op, operation.name, operation.round), threading.current_thread().name
             self.events.emit("waited", *key, started, -1, 0, thread)
         return done
-
-    def give_up(self, handle: Handle[Any], error: BaseException) -> None:
-        """End an operation of this agent that no thread waits for any more. Other agents learn it when they probe."""
-        with deferred, self.lock:
-            self.lifecycle.fail(handle.operation, error)
-            # The failure may have queued answers to other agents, and the driving thread may be in poll().
-            self.poller.wake()
 
     def abort(self, error: ShoalError) -> None:
         """End all current and later operations with ``error``. The other agents are not notified."""
@@ -314,7 +397,7 @@ class Engine(EngineFace):
     # The interface of a driven object, for the progress engine
 
     def advance(self) -> None:
-        lifecycle, sender, backend = self.lifecycle, self.sender, self.lifecycle.backend_stages.backend
+        lifecycle, sender, backend = self.lifecycle, self.sender, self.backend
         try:
             while True:
                 if lifecycle.unbegun:
@@ -344,13 +427,13 @@ class Engine(EngineFace):
                     returns.tidy()
             self.progress.check_by(self.router.next_check)
         except MemoryError as error:  # this agent's failure, not the sender's
-            self.failures.break_off(str(error) or "there is no memory for what others send")
+            self.failures.cut_off(str(error) or "there is no memory for what others send")
         except Exception as error:  # an internal error: this agent reads no messages any more
             self.break_off(error)
         except BaseException:
             # The rest of the received messages is lost. This agent could take their senders for the cause of what
             # follows.
-            self.failures.break_off("it was interrupted while it handled messages")
+            self.failures.cut_off("it was interrupted while it handled messages")
             raise
 
     def check(self, now: float) -> float:
@@ -370,19 +453,20 @@ class Engine(EngineFace):
             return float("inf")
 
     def after(self) -> None:
-        if self.callbacks.due and not self.lifecycle.gate.paused:  # operations of callbacks would have to wait
+        gate = self.lifecycle.gate
+        if self.callbacks.due and (not gate.shut or gate.ended is not None):  # their operations would have to wait
             self.callbacks.run()
 
     def break_off(self, error: Exception) -> None:
         log.error("rank %d: the exchange failed", self.rank, exc_info=error)
         cause = f"an internal error ended the exchange ({type(error).__name__}: {error}); its log says where"
-        self.failures.break_off(cause)
+        self.failures.cut_off(cause)
 
     # Shutdown
 
     def check_may_close(self) -> None:
         """Raise RuntimeError in a callback, because its thread drives the exchange that is to be closed."""
-        if self.progress.mine:
+        if self.progress.is_driving:
             raise RuntimeError("shoal.shutdown() cannot be called from a callback of Shoal")
 
     def close(self, deadline: float, why: str = "", died: bool = False) -> None:
@@ -394,7 +478,7 @@ class Engine(EngineFace):
         # Called from the last to the first: links are closed before the memory that they read. The poller is closed
         # last, because all of them use it.
         free = (self.poller.close, self.pool.clear, self.devices.close, self.arena.close, self.router.close, self.after)
-        self._shutdown.run(deadline, why, died, free)
+        self._shutdown().run(deadline, why, died, free)
 
     def abandon_in_child(self) -> None:
         """Refuse all calls in a forked child, and close descriptors that would hide this agent's end from others.

@@ -2,89 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from .. import clock
 from .._signals import deferred
 from ..errors import NotInitialized
-from ..fault_tolerance.result_cache import ResultCache
-from ..operations.backend_stages import CollectiveBackend
-from ..operations.fusion import Fusion
-from ..operations.lifecycle import Lifecycle
-from ..operations.matching import Matcher
-from ..operations.progress import Progress
-from ..operations.services import Services
-from ..operations.shared_parts import SharedParts
+from ..execution.backend_stages import CollectiveBackend
+from ..execution.control_messages import Services
+from ..execution.fusion import Fusion
+from ..execution.lifecycle import Lifecycle
+from ..execution.shared_parts import SharedParts
+from ..fault_tolerance.recovery import ResultCache
 
+log = logging.getLogger("shoal")
 HANG_UP_SECONDS = 1.0
 """Seconds that an agent waits during shutdown until its peers have closed their connections."""
 LAST_WORD_SECONDS = 2.0
 """Seconds that an agent waits, at a shutdown after a loss, until its shutdown message has been passed to the system."""
 
 
-class ShutdownDrain:
-    """Drives until other agents have the messages that they need, the exchange has failed, or a signal ends it.
-
-    Attributes:
-        interrupt: An exception of a signal handler during the wait.
-    """
-
-    def __init__(self, progress: Progress, lifecycle: Lifecycle) -> None:
-        self.interrupt: BaseException | None = None
-        self._progress = progress
-        self._lifecycle = lifecycle
-
-    def __call__(self, drained: Callable[[], bool], limit: float, hopeless: Callable[[], bool] | None = None) -> None:
-        failed = hopeless or (lambda: self._lifecycle.gate.ended is not None)
-
-        def over() -> bool:
-            with self._progress.lock:  # another thread may drive, and change this state
-                return drained() or failed()
-
-        while self._progress.started and self.interrupt is None:
-            self._progress.drive_until(over, limit)
-            if not deferred.pending:
-                return
-            try:
-                deferred.checkpoint()
-            except BaseException as error:
-                self.interrupt = error
-
-    def disconnect(self, parts: SharedParts, last_message: float, deadline: float) -> None:
-        """After the shutdown message, wait until all bytes are sent and connected peers have read it."""
-        router = parts.router
-        self(lambda: parts.sender.empty, last_message, lambda: parts.membership.view.is_cut_off)
-        with self._progress.lock:
-            router.send_shutdown(*router.inbox.last_message, to_all=True)
-        # Peers that have read the message close their connections. A socket closed with unread bytes would report a
-        # failure.
-        self(lambda: not router.has_incoming, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
-
-    def leave(self, backend: CollectiveBackend, matcher: Matcher, deadline: float) -> None:
-        """Notify the members of the backend that this agent leaves, so that they do not wait, and await their
-        answers.
-        """
-
-        def nothing_to_move() -> bool:  # for stages that other agents may still reach
-            stages = [operation.stage for operation in matcher.in_flight()]
-            return not any(stage is not None and stage.to_move and stage.exchange.sends for stage in stages)
-
-        now = clock.monotonic()
-        self(nothing_to_move, now + (deadline - now) / 2)
-        with self._progress.lock:
-            backend.leave()
-        self(lambda: backend.left, deadline)
-
-
 class Shutdown:
-    """The shutdown of one agent's exchange."""
+    """One call of :meth:`Engine.close`. Two threads may call it, and each has an interrupt of its own."""
 
     def __init__(
         self, parts: SharedParts, lifecycle: Lifecycle, fusion: Fusion, services: Services, results: ResultCache
     ) -> None:
         self._parts, self._lifecycle, self._fusion = parts, lifecycle, fusion
         self._services, self._results = services, results
+        self._interrupt: BaseException | None = None  # an exception of a signal handler: the later steps do not wait
 
     def run(self, deadline: float, why: str, died: bool, free: Sequence[Callable[[], None]]) -> None:
         """Send the shutdown message, deliver the messages that other agents still wait for, and free all resources.
@@ -100,38 +47,83 @@ class Shutdown:
         """
         progress, matcher, sender = self._parts.progress, self._parts.matcher, self._parts.sender
         gate, results = self._lifecycle.gate, self._results
-        drain = ShutdownDrain(progress, self._lifecycle)
         with deferred, ExitStack() as last:
             for release in (*free, progress.stop):
                 last.callback(release)
             if not died and gate.ended is None:
                 self._fusion.begin()
                 # Another thread may just have taken an operation to begin it: its messages still have to be sent.
-                drain(lambda: all(operation.has_entered for operation in matcher.in_flight()), deadline)
+                self._drive_until(lambda: all(operation.has_entered for operation in matcher.in_flight()), deadline)
             backend = self._lifecycle.backend_stages.backend
             if backend is not None:
                 if not died and gate.ended is None and not gate.closing:
-                    drain.leave(backend, matcher, deadline)
+                    self._leave_backend(backend, deadline)
                 last.callback(backend.stop)
             if not self._fail_in_flight(deadline, died):
                 last.pop_all()  # another thread closes the engine
                 return
-            drain(lambda: sender.drained and not matcher.in_flight(), deadline)
+            self._drive_until(lambda: sender.drained and not matcher.in_flight(), deadline)
             with progress.lock:
                 if results.results and not died:
                     results.confirm(leaving=True)
-            drain(lambda: not results.results, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
+            self._drive_until(lambda: not results.results, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
             with progress.lock:
                 self._send_shutdown(why, died)
             # Also after a loss, which the message names. A busy neighbour with a full socket would count this agent as
             # lost.
             last_message = clock.monotonic() + LAST_WORD_SECONDS if gate.ended is not None else deadline
-            drain.disconnect(self._parts, min(deadline, last_message), deadline)
+            self._disconnect(min(deadline, last_message), deadline)
             # close() lets operations that wait for their turn to send continue. Those left now would never end.
             with progress.lock:
                 self._lifecycle.fail_all(_gone())
-        if drain.interrupt is not None:
-            raise drain.interrupt
+                refusal = self._lifecycle.late_refusal
+            if refusal is not None and not died:  # no call followed that could raise it
+                log.warning("rank %d shuts down with an error of an earlier call: %s", self._parts.rank, refusal)
+        if self._interrupt is not None:
+            raise self._interrupt
+
+    def _drive_until(self, done: Callable[[], bool], limit: float, hopeless: Callable[[], bool] | None = None) -> None:
+        """Drive until ``done()``, the exchange has failed (or ``hopeless()``), the time ``limit``, or a signal."""
+        failed = hopeless or (lambda: self._lifecycle.gate.ended is not None)
+        progress = self._parts.progress
+
+        def over() -> bool:
+            with progress.lock:  # another thread may drive, and change this state
+                return done() or failed()
+
+        while progress.started and self._interrupt is None:
+            progress.drive_until(over, limit)
+            if not deferred.pending:
+                return
+            try:
+                deferred.checkpoint()
+            except BaseException as error:
+                self._interrupt = error
+
+    def _leave_backend(self, backend: CollectiveBackend, deadline: float) -> None:
+        """Notify the members of the backend that this agent leaves, so that they do not wait, and await their
+        answers.
+        """
+
+        def nothing_to_move() -> bool:  # for stages that other agents may still reach
+            stages = [operation.stage for operation in self._parts.matcher.in_flight()]
+            return not any(stage is not None and stage.to_move and stage.exchange.sends for stage in stages)
+
+        now = clock.monotonic()
+        self._drive_until(nothing_to_move, now + (deadline - now) / 2)
+        with self._parts.progress.lock:
+            backend.leave()
+        self._drive_until(lambda: backend.left, deadline)
+
+    def _disconnect(self, last_message: float, deadline: float) -> None:
+        """After the shutdown message, wait until all bytes are sent and connected peers have read it."""
+        parts, router = self._parts, self._parts.router
+        self._drive_until(lambda: parts.sender.empty, last_message, lambda: parts.membership.view.is_cut_off)
+        with parts.progress.lock:
+            router.send_shutdown(*router.inbox.last_message, to_all=True)
+        # Peers that have read the message close their connections. A socket closed with unread bytes would report a
+        # failure.
+        self._drive_until(lambda: not router.has_incoming, min(deadline, clock.monotonic() + HANG_UP_SECONDS))
 
     def _fail_in_flight(self, deadline: float, died: bool) -> bool:
         """Refuse new operations, and end operations that wait for other agents. False if that has been done."""

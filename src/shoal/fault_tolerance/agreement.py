@@ -9,7 +9,7 @@ and without the store:
 - Neighbour operations: all agents complete, as planned, a round that any agent had begun. The lost agent's missing
   messages are left out, because edges are independent. Later rounds are planned among the survivors.
 - Collective operations, whose result is equal on all agents: an agent with the result sends it to agents without it
-  (``result_cache.py``). If no survivor has it, the operation restarts among them. Large results are not cached.
+  (``recovery.py``). If no survivor has it, the operation restarts among them. Large results are not cached.
   So that all agents have a large result, such an operation ends only when all have confirmed it (``discover`` without
   destinations, one small message in each of ``ceil(log2 n)`` steps).
 
@@ -21,27 +21,26 @@ that wrongly counts as lost is notified and ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from ..errors import PeerLost, ShoalError
-from ..operations.control_messages import read_json
-from ..operations.fusion import Fusion
-from ..operations.lifecycle import Lifecycle
-from ..operations.membership import WHOLE, Departure, Plan, Ranks
-from ..operations.operation import FailurePolicy, Operation
-from ..operations.services import Service
-from ..operations.shared_parts import SharedParts
-from ..operations.submission_gate import impossible_without
-from ..transport.wire import Message, ProtocolError
-from .loss_reports import Decision, LossReport, parsed_report
-from .membership_states import AgentEvent, MembershipTable
-from .recovery import await_result, complete_without, conclude, restart
-from .result_cache import ResultTransfer
+from ..errors import PeerLost, ProtocolError, ShoalError
+from ..execution.control_messages import Service, read_json
+from ..execution.fusion import Fusion
+from ..execution.lifecycle import Lifecycle
+from ..execution.membership import WHOLE, Departure, Plan, Ranks
+from ..execution.operation import FailurePolicy, Operation
+from ..execution.shared_parts import SharedParts
+from ..execution.submission_gate import impossible_without
+from ..transport.messages import Message
+from .loss_reports import Decision, LossReport, merged_decisions, parsed_report
+from .membership_states import AgentEvent, MembershipTable, partition_order
+from .recovery import ResultTransfer, await_result, complete_without, conclude, move_by_links, restart
 
-WORD = "~agreement"
+AGREEMENT = "~agreement"
+"""The name of this service's messages."""
 MOST_DECISIONS = 32
 """The number of decisions that are kept when an agent is admitted; later rounds follow one of these."""
 
@@ -119,7 +118,7 @@ class Agreement(Service):
         ``stops_as_minority``: end all operations nevertheless if the unreachable agents may be the majority.
         """
         self.active, self._stops_as_minority = True, stops_as_minority
-        self._lifecycle.departed_peers.survive(self.missed)
+        self._lifecycle.departed_peers.survive(self.need_departed)
 
     @property
     def gone(self) -> Ranks:
@@ -127,7 +126,7 @@ class Agreement(Service):
         return self._gate.plan.gone
 
     @property
-    def now(self) -> Plan:
+    def plan(self) -> Plan:
         """The plan of operations that begin now."""
         return self._gate.plan
 
@@ -155,7 +154,7 @@ class Agreement(Service):
     @property
     def _noticed(self) -> Plan:
         alive = self._membership.view.alive
-        return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.plan.entered)
+        return Plan(tuple(rank for rank in range(self._size) if rank not in alive), self._gate.plan.n_admitted)
 
     def plan_of(self, name: str, round_: int, on_loss: FailurePolicy) -> tuple[Plan, frozenset[int]]:
         """The plan of a round that begins now, and the ranks of the plan that were lost and replaced since it was made.
@@ -164,51 +163,62 @@ class Agreement(Service):
         that. The agents admitted since then take no part in it.
         """
         if on_loss is FailurePolicy.RETRY:
-            return self._plan_of_all(name, round_), frozenset()
+            return self._begin_attempt(name, round_), frozenset()
         late = self._admitted_after(name, round_)
         for decision in reversed(self.decisions):
             if round_ >= decision.begun.get(name, 0):
                 return decision.plan, late
         return WHOLE, late
 
-    def _plan_of_all(self, name: str, round_: int) -> Plan:
-        """The plan of a round of a collective operation, which restarts with every loss.
+    def _begin_attempt(self, name: str, round_: int) -> Plan:
+        """Plan an attempt of a round of a collective operation, which restarts with every loss.
 
-        It includes all members except those admitted after an agent had begun the round.
+        The plan includes all members except those admitted after an agent had begun the round.
         """
-        gone, entered = self.now
+        # An attempt can fail at once, if its root is lost. An agent that agrees on the loss only later has to know of
+        # the attempt; else the result of an earlier one would count there.
+        if self.decisions and round_ < self.decisions[-1].begun.get(name, 0):
+            last = self.decisions[-1]
+            self.decisions[-1] = replace(last, restarted=last.restarted | {(name, round_)})
+        gone, n_admitted = self.plan
         late = self._admitted_after(name, round_).difference(gone)
-        return Plan(tuple(sorted({*gone, *late})), entered - len(late)) if late else self.now
+        return Plan(tuple(sorted({*gone, *late})), n_admitted - len(late)) if late else self.plan
 
     def _admitted_after(self, name: str, round_: int) -> frozenset[int]:
         """The ranks whose agents were admitted after another agent had begun a round."""
-        entries = {rank: decision for decision in self.decisions for rank in decision.entered}  # each rank's last
+        entries = {rank: decision for decision in self.decisions for rank in decision.admitted}  # each rank's last
         return frozenset(rank for rank, entry in entries.items() if entry.begun.get(name, 0) > round_)
 
-    def missed(self, rank: int) -> None:
-        """Record that an agent has shut down and is needed here. The next check begins an agreement."""
+    def need_departed(self, rank: int) -> None:
+        """Record that an agent has shut down and an operation needs it. The next check begins an agreement."""
         self._membership.apply(AgentEvent.NEED, rank)
-        self._check_by(0.0)
+        if rank not in self.gone:
+            self._gate.expect_pause()
+            self._check_by(0.0)
 
     # Reports
 
-    def change(self) -> None:
-        """Pause and report to all survivors: an agent is lost and needed."""
+    def report_losses(self) -> None:
+        """Pause, and report the lost agents and the rounds begun here to all survivors; again after each loss.
+
+        The last report to arrive ends the agreement.
+        """
         if not self._gate.paused:
             # Only the members of a fused operation can be reported and repaired; it has no recovery of its own.
             self._fusion.split_all()
             self._gate.pause()
-        report = self._report()
+        report = self._own_report()
         self._reports[self._rank] = report
-        self._sender.send_control(self._membership.view.others(self._rank), WORD, report.as_data(self._membership.view))
+        view = self._membership.view
+        self._sender.send_control(view.others(self._rank), AGREEMENT, report.as_data(view))
         self._decide()
 
-    def _report(self) -> LossReport:
+    def _own_report(self) -> LossReport:
         open_: dict[str, dict[int, int | None]] = {}
         for operation in self._matcher.in_flight():
             recovery = operation.recovery
             if recovery is not None and operation.restarts:
-                attempt = None if recovery.result is None else recovery.plan.attempt
+                attempt = None if recovery.result is None else recovery.plan.losses
                 open_.setdefault(operation.name, {})[operation.round] = attempt
         kept: dict[str, list[int]] = {}
         for name, round_ in self._results.cache.results:
@@ -216,13 +226,13 @@ class Agreement(Service):
         return LossReport(self._noticed, self._matcher.all_begun(), open_, kept, self.decisions, self.out_of_reach)
 
     def serve(self, source: int, message: Message) -> None:
-        """Take another agent's report; see :class:`~.services.Service`."""
+        """Take another agent's report; see :class:`~.control_messages.Service`."""
         losses, report = read_json(message, "a loss", partial(parsed_report, size=self._size))
         if not self.active:
             return
-        if report.plan.entered > self._gate.plan.entered:
+        if report.plan.n_admitted > self._gate.plan.n_admitted:
             self._conclude_admission()
-        if report.plan.entered != self._gate.plan.entered:
+        if report.plan.n_admitted != self._gate.plan.n_admitted:
             return  # its sender has to admit agents first, and will report again
         self._reports[source] = report
         alive = self._membership.view.alive
@@ -230,14 +240,14 @@ class Agreement(Service):
             if rank in alive:
                 self._failures.take_notice(Departure(rank, cause, died, source))
         if not self._gate.paused and set(self._noticed.gone) >= set(report.plan.gone) > set(self.gone):
-            self.change()  # a departed agent is needed there, but not here
+            self.report_losses()  # a departed agent is needed there, but not here
         else:
             self._decide()
 
     # Decisions
 
     def _decide(self) -> None:
-        if not self._gate.paused or self.missing:
+        if not self._gate.paused or self.missing or self._membership.view.is_cut_off:
             return
         plan, before = self._noticed, self.gone
         by_rank = {rank: self._reports[rank] for rank in self._membership.view.alive}
@@ -247,24 +257,24 @@ class Agreement(Service):
         if self._stops_as_minority and partition_order(self._membership.view.alive) < partition_order(beyond):
             self._stop_as_minority(sorted(beyond))
             return
-        entered = self._gate.plan.entered
+        # Some agents may have agreed on a smaller loss, and begun rounds, before they learned of the larger one.
+        self.decisions = merged_decisions(reports)
+        n_admitted = self._gate.plan.n_admitted
         for operation in self._matcher.in_flight():
-            if operation.on_end is not None and _all_have_result(operation, by_rank):
+            if operation.on_end is not None and self._all_have_result(operation, by_rank):
                 conclude(self._lifecycle, operation)
-                if self._gate.plan.entered != entered:  # the admitted agents take part in the agreement
+                if self._gate.plan.n_admitted != n_admitted:  # the admitted agents take part in the agreement
                     return
         begun: dict[str, int] = {}
         for report in reports:
             for name, count in report.begun.items():
                 # A round that one agent has begun keeps its plan on all; a smaller count would give it two plans.
                 begun[name] = max(count, begun.get(name, 0))
-        # Some agents may have agreed on a smaller loss, and begun rounds, before they learned of the larger one.
-        earlier = {decision.order: decision for report in reports for decision in report.decisions}
-        self.decisions = [*(earlier[order] for order in sorted(earlier)), Decision(plan, begun)]
+        self.decisions.append(Decision(plan, begun))
         self._reports = {}
         # First: the process groups and restarted operations below read the new plan from the gate.
         self._gate.resume(plan.gone)
-        self._lifecycle.move_by_links()
+        move_by_links(self._lifecycle)
         self._announce(lost=tuple(rank for rank in plan.gone if rank not in before))
         for operation in self._matcher.in_flight():
             self._repair(operation, by_rank)
@@ -286,12 +296,21 @@ class Agreement(Service):
         elif not operation.restarts:
             complete_without(self._lifecycle, operation, self.gone)
         # The reports are equal on all survivors. An agent on which the operation has ended would join no restart.
-        elif _all_have_result(operation, reports):
+        elif self._all_have_result(operation, reports):
             conclude(self._lifecycle, operation)
         elif any(report.keeps(operation.name, operation.round) for report in reports.values()):
             await_result(self._lifecycle, operation)
         else:
-            restart(self._lifecycle, operation, self._plan_of_all(operation.name, operation.round))
+            restart(self._lifecycle, operation, self._begin_attempt(operation.name, operation.round))
+
+    def _all_have_result(self, operation: Operation, reports: Mapping[int, LossReport]) -> bool:
+        """Whether all survivors that take part have the result of the last attempt that one of them knows."""
+        recovery, among, key = operation.recovery, operation.among, (operation.name, operation.round)
+        assert recovery is not None
+        restarts = [decision.plan.losses for decision in self.decisions if key in decision.restarted]
+        attempt = max([recovery.plan.losses, *restarts])
+        concerned = [report for rank, report in reports.items() if among is None or rank in among]
+        return all(report.has(*key, attempt) for report in concerned)
 
     def _stop_as_minority(self, beyond: list[int]) -> None:
         """End this partition, because the unreachable agents may continue without it."""
@@ -319,7 +338,7 @@ class Agreement(Service):
 
     def _conclude_admission(self) -> None:
         """Conclude an admission: its operation has ended on another agent, so all have its result."""
-        entered = self._gate.plan.entered
+        n_admitted = self._gate.plan.n_admitted
         for operation in self._matcher.in_flight():
             if (
                 operation.on_end is not None
@@ -327,7 +346,7 @@ class Agreement(Service):
                 and operation.recovery.result is not None
             ):
                 conclude(self._lifecycle, operation)
-                if self._gate.plan.entered != entered:
+                if self._gate.plan.n_admitted != n_admitted:
                     return
         raise ProtocolError("it has admitted an agent without the other members")
 
@@ -340,7 +359,7 @@ class Agreement(Service):
             ranks: The admitted agents.
             begun: The number of rounds that some agent had begun, by name, as all members have agreed.
         """
-        plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.plan.entered + len(ranks))
+        plan = Plan(tuple(rank for rank in self.gone if rank not in ranks), self._gate.plan.n_admitted + len(ranks))
         self.decisions = [*self.decisions[1 - MOST_DECISIONS :], Decision(plan, begun, ranks)]
         self._gate.install_plan(plan)
         self._announce(entered=ranks)
@@ -348,7 +367,7 @@ class Agreement(Service):
     def send_report_again(self) -> None:
         """Send this agent's report again after :meth:`admit`, if an agreement is in progress."""
         if self._gate.paused:
-            self.change()
+            self.report_losses()
 
     def enter(self, plan: Plan, decisions: list[Decision]) -> None:
         """Adopt the agreed state: this agent has been admitted."""
@@ -360,7 +379,7 @@ class Agreement(Service):
     def begin_without(self, ranks: Ranks) -> None:
         """Plan all rounds without agents that have not started, as if they had been lost before."""
         self._gate.install_plan(Plan(ranks))
-        self.decisions = [Decision(self.now, {})]
+        self.decisions = [Decision(self.plan, {})]
 
     def stand_alone(self) -> None:
         """Plan all rounds without other agents, while this agent waits to rejoin."""
@@ -369,22 +388,7 @@ class Agreement(Service):
     # As a service
 
     def check(self, now: float) -> float:
-        """Begin an agreement for a departed agent that is needed; see :class:`~.services.Service`."""
+        """Begin an agreement for a departed agent that is needed; see :class:`~.control_messages.Service`."""
         if not self._gate.paused and set(self._membership.view.needed).difference(self.gone):
-            self.change()
+            self.report_losses()
         return float("inf")
-
-
-def partition_order(part: Collection[int]) -> tuple[int, int]:
-    """A sort key of partitions: the greatest continues.
-
-    A partition with more agents is greater; among equal sizes, the one with the lowest rank is greatest.
-    """
-    return len(part), -min(part, default=0)
-
-
-def _all_have_result(operation: Operation, reports: Mapping[int, LossReport]) -> bool:
-    recovery, among = operation.recovery, operation.among
-    assert recovery is not None
-    concerned = [report for rank, report in reports.items() if among is None or rank in among]
-    return all(report.has(operation.name, operation.round, recovery.plan.attempt) for report in concerned)

@@ -1,12 +1,14 @@
-"""What agents report to each other after a loss, and the decisions that follow from equal reports, as JSON data."""
+"""The reports of a loss that agents exchange, and the decisions that they list; see :mod:`.agreement`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..operations.control_messages import parsed_counts, parsed_ranks
-from ..operations.membership import Plan, Ranks, View
+from ..execution.control_messages import parsed_counts, parsed_ranks
+from ..execution.matching import Key
+from ..execution.membership import Plan, Ranks, View
 
 
 @dataclass(frozen=True)
@@ -16,16 +18,18 @@ class Decision:
     Attributes:
         plan: The agreed plan.
         begun: The first round that follows the plan, by name; 0 for a name that is not listed.
-        entered: The ranks admitted with this decision; they take part in no earlier round.
+        admitted: The ranks admitted with this decision; they take part in no earlier round.
+        restarted: Collective operations, by name and round, begun before the plan and attempted with it by an agent.
     """
 
     plan: Plan
     begun: dict[str, int]
-    entered: Ranks = ()
+    admitted: Ranks = ()
+    restarted: frozenset[Key] = frozenset()
 
     @property
     def order(self) -> tuple[int, int]:
-        return self.plan.entered, len(self.plan.gone)
+        return self.plan.n_admitted, len(self.plan.gone)
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,8 @@ class LossReport:
                 (rank, view.died.get(rank, "it left"), rank in view.died, rank in self.out_of_reach)
                 for rank in self.plan.gone
             ],
-            "entered": self.plan.entered,
-            "begun": self.begun,
+            "admitted": self.plan.n_admitted,
+            "begun": _changes(self.decisions[-1].begun if self.decisions else {}, self.begun),
             "open": self.open,
             "kept": self.kept,
             "decisions": decisions_as_data(self.decisions),
@@ -85,19 +89,51 @@ def parsed_report(data: Any, size: int) -> tuple[list[tuple[int, str, bool]], Lo
         for name, rounds in data["open"].items()
     }
     kept = {str(name): [int(round_) for round_ in rounds] for name, rounds in data["kept"].items()}
-    plan = Plan(parsed_ranks([rank for rank, _, _ in losses], size), int(data["entered"]))
+    plan = Plan(parsed_ranks([rank for rank, _, _ in losses], size), int(data["admitted"]))
     decisions = parsed_decisions(data["decisions"], size)
-    return losses, LossReport(plan, parsed_counts(data["begun"]), open_, kept, decisions, beyond)
+    begun = _changed(decisions[-1].begun if decisions else {}, data["begun"])
+    return losses, LossReport(plan, begun, open_, kept, decisions, beyond)
+
+
+def _changes(before: Mapping[str, int], counts: Mapping[str, int]) -> dict[str, int]:
+    """The counts that differ from those before; 0 for a name without one.
+
+    A job whose calls have many names sends each of them once, and not once for each decision.
+    """
+    gone = dict.fromkeys(before.keys() - counts.keys(), 0)
+    return {name: count for name, count in counts.items() if before.get(name, 0) != count} | gone
+
+
+def _changed(before: Mapping[str, int], changes: Any) -> dict[str, int]:
+    """The counts of which :func:`_changes` are JSON data; raises one of :data:`NONSENSE` if they are malformed."""
+    return {name: count for name, count in {**before, **parsed_counts(changes)}.items() if count}
 
 
 def decisions_as_data(decisions: list[Decision]) -> list[Any]:
-    """Convert decisions to JSON data."""
-    return [(*decision.plan, decision.begun, decision.entered) for decision in decisions]
+    """Convert decisions to JSON data: of each the counts that differ from those of the one before."""
+    tables = [{}, *(one.begun for one in decisions)]
+    return [
+        (*one.plan, _changes(before, one.begun), one.admitted, sorted(one.restarted))
+        for before, one in zip(tables, decisions, strict=False)
+    ]
 
 
 def parsed_decisions(data: Any, size: int) -> list[Decision]:
     """Parse decisions from JSON data; raises one of :data:`NONSENSE` if they are malformed."""
-    return [
-        Decision(Plan(parsed_ranks(gone, size), int(entered)), parsed_counts(begun), parsed_ranks(ranks, size))
-        for gone, entered, begun, ranks in data
-    ]
+    decisions: list[Decision] = []
+    begun: dict[str, int] = {}
+    for gone, n_admitted, changes, ranks, restarted in data:
+        begun = _changed(begun, changes)
+        plan = Plan(parsed_ranks(gone, size), int(n_admitted))
+        again = frozenset((str(name), int(round_)) for name, round_ in restarted)
+        decisions.append(Decision(plan, begun, parsed_ranks(ranks, size), again))
+    return decisions
+
+
+def merged_decisions(reports: Iterable[LossReport]) -> list[Decision]:
+    """The decisions of all reports, in order. Each lists what any agent has restarted with it."""
+    merged: dict[tuple[int, int], Decision] = {}
+    for decision in (decision for report in reports for decision in report.decisions):
+        known = merged.get(decision.order, decision)
+        merged[decision.order] = replace(known, restarted=known.restarted | decision.restarted)
+    return [merged[order] for order in sorted(merged)]

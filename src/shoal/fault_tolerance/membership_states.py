@@ -10,10 +10,10 @@ state in which that message may arrive, often without an effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 
-from ..operations.membership import NOT_YET, Departure, Membership, View
+from ..execution.membership import NOT_YET, Departure, Membership, View
 
 
 class AgentState(Enum):
@@ -177,3 +177,11 @@ class MembershipTable(Membership):
 
     def _ranks(self, *states: AgentState) -> tuple[int, ...]:
         return tuple(rank for rank, state in enumerate(self._states) if state in states)
+
+
+def partition_order(part: Collection[int]) -> tuple[int, int]:
+    """A sort key of partitions: the greatest continues.
+
+    A partition with more agents is greater; among equal sizes, the one with the lowest rank is greatest.
+    """
+    return len(part), -min(part, default=0)

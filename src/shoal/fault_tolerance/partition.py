@@ -22,19 +22,20 @@ from functools import partial
 from typing import Any
 
 from ..errors import PeerLost
-from ..operations.control_messages import read_json
-from ..operations.membership import View
-from ..operations.services import Service
-from ..operations.shared_parts import SharedParts
-from ..operations.submission_gate import SubmissionGate
+from ..execution.control_messages import Service, read_json
+from ..execution.membership import View
+from ..execution.shared_parts import SharedParts
+from ..execution.submission_gate import SubmissionGate
+from ..transport.authentication import QUESTION
 from ..transport.link import NullReceiver
+from ..transport.messages import Message
 from ..transport.router import Router
 from ..transport.sockets import Outgoing
-from ..transport.wire import Message
-from .agreement import Agreement, partition_order
-from .membership_states import MembershipTable
+from .agreement import Agreement
+from .membership_states import MembershipTable, partition_order
 
-WORD = "~reunion"
+PARTITION = "~partition"
+"""The name of this service's messages."""
 EVERY = 1.0
 """Seconds between two probes."""
 PATIENCE = 3.0
@@ -87,7 +88,7 @@ class PartitionResolver(Service):
     # Probes
 
     def check(self, now: float) -> float:
-        """Probe the next agent, when it is time; see :class:`~.services.Service`."""
+        """Probe the next agent, when it is time; see :class:`~.control_messages.Service`."""
         if now >= self._due:
             self._due = self._look(now)
         return self._due
@@ -117,7 +118,7 @@ class PartitionResolver(Service):
         here = self._membership.view.others(self._rank)
         if not self._yields_to(peer, count, lowest):
             return
-        self._sender.send_control(here, WORD, (peer, count, lowest))
+        self._sender.send_control(here, PARTITION, (peer, count, lowest))
         self._sender.flush()  # now: the failed operations may end the process before another flush
 
     def _yields_to(self, peer: int, count: int, lowest: int) -> bool:
@@ -148,7 +149,7 @@ class PartitionResolver(Service):
         return len(alive) << _SHIFT | min(alive)
 
     def serve(self, source: int, message: Message) -> None:
-        """Take a notice of an agent of this partition about a larger one; see :class:`~.services.Service`."""
+        """Take a notice of an agent of this partition about a larger one; see :class:`~.control_messages.Service`."""
         peer, count, lowest = read_json(message, "another part", _parsed_part)
         # A late notice of an agent that this partition has lost must not end it.
         if source in self._membership.view.alive:
@@ -177,7 +178,7 @@ class PeerProbe:
         """Probe a peer in another process; the driving thread calls ``answered`` with the answer."""
         self.cancel()
         try:
-            self._question = self._router.outgoing(peer, NullReceiver(), asks=True)
+            self._question = self._router.outgoing(peer, NullReceiver(), QUESTION)
         except OSError:
             return
         self._question.on_answer = answered

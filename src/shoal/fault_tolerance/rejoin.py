@@ -1,7 +1,7 @@
 """Admits agents to a running job: in place of a lost agent, or for the first time.
 
 A joining agent connects to all agents that it can reach and requests admission. Until it is admitted it is isolated:
-its operations have no other participants, and messages for it are buffered (``transport/pending_peers.py``). The
+its operations have no other participants, and messages for it are buffered (``transport/acceptor.py``). The
 members admit it at the same line of the script, by a collective operation (``ops/state_transfer.py``). All members have
 the same result of that operation, also if agents fail during it, so all admit the same agents. Each member then sends
 the joining agents the addresses of all members and the number of rounds begun under each name. The first such message
@@ -20,20 +20,20 @@ from typing import Any, NamedTuple, TypeVar
 from .. import clock
 from .._signals import deferred
 from ..errors import DeadlineExceeded, NotInitialized, PeerLost, ShoalError
-from ..operations.control_messages import parsed_counts, parsed_ranks, read_json
-from ..operations.membership import NOT_YET, Plan
-from ..operations.operation import Operation
-from ..operations.services import Service
-from ..operations.shared_parts import SharedParts
+from ..execution.control_messages import Service, parsed_ranks, read_json
+from ..execution.membership import NOT_YET, Plan
+from ..execution.operation import Operation
+from ..execution.shared_parts import SharedParts
+from ..execution.submission_gate import SubmissionGate
+from ..transport.acceptor import ENTRY
+from ..transport.messages import Kind, Message
 from ..transport.peer_address import Endpoint, PeerId
-from ..transport.pending_peers import ENTRY
 from ..transport.sockets import Outgoing
-from ..transport.wire import Kind, Message
 from .agreement import Agreement
-from .failures import Failures
+from .failure_detector import Failures
+from .launcher_notes import RejoinMarker
 from .loss_reports import decisions_as_data, parsed_decisions
 from .membership_states import AgentEvent, MembershipTable
-from .rejoin_marker import RejoinMarker
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -74,8 +74,8 @@ class Rejoin(Service):
     """One agent's part in admissions, as a member or as the joining agent. Used under the engine's lock.
 
     Attributes:
-        rejoin_seconds: Default timeout of that wait, in seconds.
-        on_entry: Called when agents have been admitted, or this agent has.
+        rejoin_seconds: Default timeout of :meth:`wait`, in seconds.
+        on_admission: Called when agents have been admitted, or this agent has.
     """
 
     def __init__(
@@ -84,10 +84,13 @@ class Rejoin(Service):
         membership: MembershipTable,
         agreement: Agreement,
         failures: Failures,
+        gate: SubmissionGate,
     ) -> None:
+        self._gate = gate
         self.rejoin_seconds = float("inf")
-        self.on_entry: Callable[[], None] = lambda: None
-        self._asked: dict[int, JoiningPeer] = {}
+        self.on_admission: Callable[[], None] = lambda: None
+        self._requests: dict[int, JoiningPeer] = {}
+        self._admission: Operation | None = None  # the operation that admits agents, while it is in flight
         self._marker = RejoinMarker()
         self._unreachable: list[int] = []  # all other ranks, if no connection to any can be opened
         self._rank = parts.rank
@@ -100,8 +103,8 @@ class Rejoin(Service):
         self._agreement = agreement
         self._failures = failures
 
-    def extend_timeout(self, seconds: float) -> None:
-        """Set the timeout of the wait for admission."""
+    def set_timeout(self, seconds: float) -> None:
+        """Set :attr:`rejoin_seconds`."""
         self.rejoin_seconds = seconds
 
     @property
@@ -109,32 +112,50 @@ class Rejoin(Service):
         """Whether this agent itself waits to be admitted."""
         return self._membership.view.is_joining
 
-    def notify_of_entry(self, on_entry: Callable[[], None]) -> None:
-        """Set :attr:`on_entry`."""
-        self.on_entry = on_entry
+    def notify_of_admission(self, on_admission: Callable[[], None]) -> None:
+        """Set :attr:`on_admission`."""
+        self.on_admission = on_admission
 
     # As a member
 
-    def asking(self) -> dict[int, JoiningPeer]:
+    def joining_peers(self) -> dict[int, JoiningPeer]:
         """The agents that request admission and are still connected, by rank."""
         # An agent that has ended since is left out: the members would admit it, and lose it at once. A request stays
         # when it is granted: it may be that of a later start, and the admitted agent that of an earlier one.
         return {
             rank: peer
-            for rank, peer in self._asked.items()
+            for rank, peer in self._requests.items()
             if peer.place.incarnation > self._router.places[rank].incarnation
-            and self._router.waits(rank, peer.place.incarnation)
+            and self._router.has_pending(rank, peer.place.incarnation)
         }
 
     def admit_after(self, operation: Operation) -> None:
         """Admit agents when ``operation`` ends. Its result on all members: the admitted agents, and begun rounds by
         name.
         """
-        operation.on_end = self._admit
+        with self._progress.lock:
+            self._gate.release()  # of an earlier attempt, which a loss has ended
+            self._admission, operation.on_end, operation.on_outcome = operation, self._admit, self._release
 
-    def begun(self) -> dict[str, int]:
-        """The number of rounds that this agent has begun, by name."""
-        return self._matcher.all_begun()
+    def hold(self) -> dict[str, int]:
+        """Begin no operation until the admission ends. Returns the number of rounds that this agent has begun, by name.
+
+        A round that began after this count, with the plan before the admission, would have another plan on agents that
+        begin it later.
+        """
+        with self._progress.lock:
+            if self._admission is not None:  # else it has ended, as when this agent shuts down
+                self._gate.hold()
+            return self._matcher.all_begun()
+
+    def _release(self, _result: Any, _error: BaseException | None) -> None:
+        self._admission = None
+        self._gate.release()
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks for which the admission in progress waits."""
+        return [] if self._admission is None else self._admission.waiting_for
 
     def _admit(self, found: tuple[Mapping[int, JoiningPeer], dict[str, int]]) -> None:
         joining_peers, begun = found
@@ -149,15 +170,15 @@ class Rejoin(Service):
             self._router.admit(peer.place, peer.endpoint)
         self._membership.apply_to_all(AgentEvent.ADMIT, dict.fromkeys(ranks, ""))
         self._agreement.admit(ranks, begun)
-        self.on_entry()
-        self._sender.send_control(ranks, ENTRY, self._admission_reply(begun))
+        self.on_admission()
+        self._sender.send_control(ranks, ENTRY, self._admission_reply())
         self._agreement.send_report_again()
         # At once: check() delivers the buffered messages of the admitted agents.
         self._progress.check_by(0.0)
         for rank in ranks:
             self._lose_predecessor(rank)
 
-    def _admission_reply(self, begun: dict[str, int]) -> dict[str, Any]:
+    def _admission_reply(self) -> dict[str, Any]:
         """The content of the message that admits an agent: addresses, rounds and decisions."""
         router = self._router
         everybody = [JoiningPeer(*address).as_data() for address in zip(router.places, router.endpoints, strict=True)]
@@ -167,8 +188,7 @@ class Rejoin(Service):
         ended = {rank: cause for rank, cause in view.died.items() if rank not in view.out_of_reach}
         return {
             "everybody": everybody,
-            "plan": self._agreement.now,
-            "begun": begun,
+            "plan": self._agreement.plan,
             "decisions": decisions,
             "ended": ended,
         }
@@ -183,7 +203,7 @@ class Rejoin(Service):
         self._marker.show()
         self._router.is_joining = True
 
-    def ask(self) -> None:
+    def request_admission(self) -> None:
         """Request admission from all agents. Agents that have ended do not answer."""
         text = JoiningPeer(self._router.place, self._router.endpoints[self._rank]).as_json()
         for rank in (rank for rank in range(self._size) if rank != self._rank):
@@ -212,7 +232,7 @@ class Rejoin(Service):
         progress, limit = self._progress, clock.monotonic() + seconds
         with deferred, progress.lock:
             self._unreachable = []
-            self.ask()
+            self.request_admission()
             self._router.poller.wake()
         while not progress.drive_until(
             lambda: not self.is_waiting or bool(self._unreachable), min(limit, clock.monotonic() + report_every)
@@ -224,7 +244,7 @@ class Rejoin(Service):
                 break
             if clock.monotonic() >= limit:
                 raise self.rejoin_timeout(seconds)
-            problems = self._sender.problems_with(sorted(self._router.links))
+            problems = self._router.reversing.problems_with(sorted(self._router.links))
             log.warning(
                 "rank %d waits to be admitted, at the next Checkpoint.save of the others%s",
                 self._rank,
@@ -259,7 +279,7 @@ class Rejoin(Service):
     def rejoin_timeout(self, seconds: float) -> DeadlineExceeded:
         """The error if the members have not admitted this agent in time."""
         asked = sorted(self._router.links)
-        problems = self._sender.problems_with(asked)
+        problems = self._router.reversing.problems_with(asked)
         return DeadlineExceeded(
             f"rank {self._rank} has waited {seconds:g} s to be admitted: ranks {asked} have not called "
             "Checkpoint.save. SHOAL_ENTRY_TIMEOUT sets how long to wait" + (f"; {problems}" if problems else ""),
@@ -270,8 +290,8 @@ class Rejoin(Service):
         """The error if no connection to a member can be opened, so that no member knows that this agent waits."""
         return PeerLost(
             f"rank {self._rank} started later than the others, and can connect to none of them to be admitted: "
-            f"{self._sender.problems_with(self._unreachable)}. Open the data ports of one of them at least to this "
-            "machine (SHOAL_PORTS sets which these are)",
+            f"{self._router.reversing.problems_with(self._unreachable)}. Open the data ports of one of them at least "
+            "to this machine (SHOAL_PORTS sets which these are)",
             self._unreachable,
         )
 
@@ -287,14 +307,15 @@ class Rejoin(Service):
         # Parse all before the first change: after a malformed message this agent has to wait as before.
         plan = Plan(parsed_ranks(data["plan"][0], self._size), int(data["plan"][1]))
         everybody = [JoiningPeer.of(entry, rank) for rank, entry in enumerate(data["everybody"])]
-        begun, decisions = parsed_counts(data["begun"]), parsed_decisions(data["decisions"], self._size)
+        decisions = parsed_decisions(data["decisions"], self._size)
         ended = {int(rank): str(cause)[:1000] for rank, cause in data["ended"].items()}
-        if len(everybody) != self._size or self._rank in plan.gone:
-            raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}")
+        if len(everybody) != self._size or self._rank in plan.gone or not decisions:
+            raise ValueError(f"it is about {len(everybody)} agents without {plan.gone}, and {len(decisions)} decisions")
         self._marker.hide()
         self._router.is_joining = False
-        # Before the buffered messages are delivered: these name rounds of the job, not of this agent in isolation.
-        self._matcher.begin_at(begun)
+        # Before the buffered messages are delivered: these name rounds of the job, not of this agent in isolation. The
+        # last decision is this admission.
+        self._matcher.begin_at(decisions[-1].begun)
         for rank, peer in enumerate(everybody):
             if rank != self._rank and rank not in plan.gone:
                 self._router.admit(peer.place, peer.endpoint)
@@ -310,23 +331,23 @@ class Rejoin(Service):
         lost = {rank: ended[rank] for rank in plan.gone if rank in ended and rank not in absent}
         self._membership.apply_to_all(AgentEvent.LOSE, lost)
         self._agreement.enter(plan, decisions)
-        self.on_entry()
+        self.on_admission()
         self._progress.notify()
         self._progress.check_by(0.0)
 
     # As a service
 
     def serve(self, source: int, message: Message) -> None:
-        """Take a request for admission, or the message that admits this agent; see :class:`~.services.Service`."""
+        """Take a request for admission, or the message that admits this agent; see :class:`.Service`."""
         read_json(message, "an admission", partial(self._take, source))
         self._lose_predecessor(source)
 
     def _take(self, source: int, content: Any) -> None:
         if isinstance(content, list):
-            joining_peer, before = JoiningPeer.of(content, source), self._asked.get(source)
+            joining_peer, before = JoiningPeer.of(content, source), self._requests.get(source)
             # Each start has a connection of its own, so the request of an earlier start may be read last.
             if before is None or before.place.incarnation <= joining_peer.place.incarnation:
-                self._asked[source] = joining_peer
+                self._requests[source] = joining_peer
         # Every member sends the admission. The first one counts: a second would reset the round counters.
         elif self.is_joining:
             self._enter(content)
@@ -334,11 +355,14 @@ class Rejoin(Service):
     def _lose_predecessor(self, source: int) -> None:
         """Count a member as lost whose rank asks for admission: it was started again."""
         # Only a rank that counts as lost can be admitted, and this agent may not have noticed the predecessor's end.
-        if source in self.asking() and source in self._membership.view.alive:
-            self._failures.on_closed(source, "it has been started again", True, True)
+        if source in self.joining_peers() and source in self._membership.view.alive:
+            self._failures.on_closed(source, "it has been started again", final=True, certain=True)
 
     def check(self, now: float) -> float:
-        """Process the messages of admitted agents; see :class:`~.services.Service`."""
+        """Deliver buffered messages of admitted agents; while joining, end the wait if no member can be reached.
+
+        See :class:`~.control_messages.Service`.
+        """
         self._router.admit_pending()
         if not self.is_joining or self._unreachable:
             return float("inf")

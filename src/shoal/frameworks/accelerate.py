@@ -12,6 +12,7 @@ evaluation has to remove them again.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import shutil
@@ -21,27 +22,28 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
-from .requirements import not_installed
+from . import not_installed
 
 try:  # before the modules below, which import it, too
     from accelerate import Accelerator
-    from accelerate.data_loader import IterableDatasetShard, get_sampler
+    from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import GradientState
     from accelerate.utils import DataLoaderConfiguration, recursively_apply
 except ModuleNotFoundError as error:
     raise not_installed(error, "transformers") from None
 
+from ..data import AgentSampler
 from ..ops import safe_serialization
 from ..ops.arguments import Internal, as_bits
-from ..ops.collective import allgather, allreduce, gather_by_rank
+from ..ops.collective import allreduce, gather_by_rank
+from ..ops.grouped import grouped_allgather, grouped_allreduce
 from ..ops.objects import broadcast_object, broadcast_parameters
-from ..optim.bluefog import DistributedAdaptThenCombineOptimizer
 from ..optim.checkpoints.checkpoint import Checkpoint
 from ..optim.checkpoints.states import RandomState
-from ..optim.mean_model import consensus
+from ..optim.evaluation import consensus
 from ..optim.optimizer import DecentralizedOptimizer
 from .process_state import NO_DISPATCH, process_state, wait_for_everyone
 
@@ -56,7 +58,7 @@ _CHECKPOINTS = "checkpoints"
 def one_peer_at_a_time(optimizer: torch.optim.Optimizer, models: list[torch.nn.Module]) -> DecentralizedOptimizer:
     """The default: adapt, then combine, on the default topology of Shoal's optimizers. That is one neighbour of the
     exponential graph at a time, or what ``shoal.set_topology`` has set."""
-    return DistributedAdaptThenCombineOptimizer(optimizer, models, mix_state=())
+    return DecentralizedOptimizer(optimizer, models, mix_state=())
 
 
 class ShoalAccelerator(Accelerator):
@@ -68,8 +70,8 @@ class ShoalAccelerator(Accelerator):
     ``save_model`` and ``get_state_dict`` give the mean model's. All agents call these.
 
     Args:
-        wrapper: Makes a decentralized optimizer from an optimizer and the prepared models; by default
-            :func:`one_peer_at_a_time`.
+        wrapper: Makes a decentralized optimizer from an optimizer and the prepared models that have its parameters; by
+            default :func:`one_peer_at_a_time`.
         options: The options of ``accelerate.Accelerator``, by name.
 
     Raises:
@@ -86,7 +88,7 @@ class ShoalAccelerator(Accelerator):
                     "each. Leave it out"
                 )
         process_state(cpu=options.get("cpu", False))
-        loading = options.get("dataloader_config") or DataLoaderConfiguration(
+        loading = copy.copy(options.get("dataloader_config")) or DataLoaderConfiguration(
             split_batches=options.get("split_batches") is True, use_seedable_sampler=True
         )
         if loading.dispatch_batches:
@@ -115,12 +117,16 @@ class ShoalAccelerator(Accelerator):
         )
         if not plain:
             return arg
-        if not models:
+        params = {param for group in arg.param_groups for param in group["params"]}
+        # Not all models: the exchange would begin with the forward pass of one that this optimizer does not train.
+        inner = [self.unwrap_model(model) for model in dict.fromkeys(models)]
+        holders = [model for model in inner if not params.isdisjoint(model.parameters())]
+        if not holders:
             raise ValueError(
                 "ShoalAccelerator.prepare: the optimizer comes before its model, whose parameters agents average. "
                 "Prepare both together: model, optimizer = accelerator.prepare(model, optimizer)"
             )
-        return self._wrapper(arg, [self.unwrap_model(model) for model in dict.fromkeys(models)])
+        return self._wrapper(arg, holders)
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -137,8 +143,10 @@ class ShoalAccelerator(Accelerator):
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **options: Any) -> Any:
-        """As Accelerate's: each agent takes its part of the samples, whose order is the same on all."""
-        sampler = get_sampler(data_loader)
+        """As Accelerate's: each agent takes its part of the samples, whose order is the same on all. The samples of a
+        :class:`shoal.data.AgentSampler` are left as they are.
+        """
+        sampler = sampler_of(data_loader)
         if hasattr(sampler, "generator") and not getattr(data_loader, "_is_accelerate_prepared", False):
             # Agents take parts of one order, so all must draw it alike, whatever they were seeded with.
             if sampler.generator is None:
@@ -147,6 +155,10 @@ class ShoalAccelerator(Accelerator):
             state = broadcast_object(sampler.generator.get_state(), 0, Internal("frameworks.sampler"))
             sampler.generator.set_state(state)
         prepared = super().prepare_data_loader(data_loader, *args, **options)
+        if isinstance(sampler, AgentSampler):  # its samples are this agent's already, and were dealt out again
+            for batches in (prepared.sampler, prepared.batch_sampler):
+                if isinstance(batches, BatchSamplerShard):
+                    batches.num_processes, batches.process_index, batches.even_batches = 1, 0, False
         count_samples(prepared)
         return prepared
 
@@ -163,7 +175,7 @@ class ShoalAccelerator(Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all agents, joined along dimension 0 in the order of ranks; a single number counts as one row."""
-        return recursively_apply(_gathered, tensor, error_on_other_type=True)
+        return _together(_gathered, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As :meth:`gather`, without the samples that are repeated at the end of an epoch; also for plain objects."""
@@ -350,9 +362,19 @@ def count_samples(loader: Any) -> None:
         shard.dataset = Counted(shard.dataset)
 
 
+def sampler_of(loader: Any) -> Any:
+    """The sampler of a loader, also of a prepared one, whose batches are in Accelerate's batch samplers."""
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    return getattr(batches, "sampler", None)
+
+
 def samples_of_last_round(state: GradientState) -> int:
     """How many samples of the batches that all agents have now are not there for a second time; 0 means all."""
     if not state.end_of_dataloader:
+        return 0
+    if isinstance(sampler_of(state.active_dataloader), AgentSampler):  # equally many on all, and none that is repeated
         return 0
     shard = getattr(state.active_dataloader, "dataset", None)
     if not isinstance(shard, IterableDatasetShard) or not isinstance(shard.dataset, Counted):
@@ -366,10 +388,21 @@ def samples_of_last_round(state: GradientState) -> int:
 _OPERATIONS = {"sum": "sum", "mean": "average", "max": "max"}
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    rows = tensor[None] if tensor.ndim == 0 else tensor
-    return allgather(as_bits(rows), Internal("frameworks.gather")).view(tensor.dtype)
+def _together(call: Callable[[list[torch.Tensor]], list[torch.Tensor]], tensors: Any) -> Any:
+    """The structure of tensors, with the results of one call of them all.
+
+    With a call of each, an agent with one tensor more would be a round ahead for good.
+    """
+    given: list[torch.Tensor] = []
+    recursively_apply(given.append, tensors, error_on_other_type=True)
+    found = iter(call(given))
+    return recursively_apply(lambda _: next(found), tensors, error_on_other_type=True)
+
+
+def _gathered(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    rows = [as_bits(tensor.detach()[None] if tensor.ndim == 0 else tensor.detach()) for tensor in tensors]
+    found = grouped_allgather(rows, Internal("frameworks.gather"))
+    return [bits.view(tensor.dtype) for bits, tensor in zip(found, tensors, strict=True)]
 
 
 def gathered_objects(objects: Any) -> list[Any]:
@@ -389,20 +422,21 @@ def reduced(tensors: Any, reduction: str) -> Any:
     if reduction not in _OPERATIONS:
         raise ValueError(f"reduction={reduction!r}: it may be {', '.join(map(repr, _OPERATIONS))} or 'none'")
 
-    def of_one(tensor: torch.Tensor) -> torch.Tensor:
-        return allreduce(tensor.detach(), op=_OPERATIONS[reduction], name=Internal("frameworks.reduce"))
+    def of_all(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        detached = [tensor.detach() for tensor in given]
+        return grouped_allreduce(detached, op=_OPERATIONS[reduction], name=Internal("frameworks.reduce"))
 
-    return recursively_apply(of_one, tensors, error_on_other_type=True)
+    return _together(of_all, tensors)
 
 
 def padded(tensors: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
     """Each tensor as long in a dimension as the longest of all agents'."""
 
-    def of_one(tensor: torch.Tensor) -> torch.Tensor:
-        if dim >= tensor.ndim or dim < -tensor.ndim:
-            return tensor
-        own = tensor.shape[dim]
-        longest = int(allreduce(torch.tensor(own), op="max", name=Internal("frameworks.pad")))
+    def length(tensor: torch.Tensor) -> int:
+        return tensor.shape[dim] if -tensor.ndim <= dim < tensor.ndim else 0
+
+    def of_one(tensor: torch.Tensor, longest: int) -> torch.Tensor:
+        own = length(tensor)
         if longest == own:
             return tensor
         shape = list(tensor.shape)
@@ -411,4 +445,9 @@ def padded(tensors: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
         found.narrow(dim, longest - own if pad_first else 0, own).copy_(tensor)
         return found
 
-    return recursively_apply(of_one, tensors, error_on_other_type=True)
+    def of_all(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        lengths = torch.tensor([length(tensor) for tensor in given], dtype=torch.int64, device="cpu")
+        longest = allreduce(lengths, op="max", name=Internal("frameworks.pad")).tolist()
+        return list(map(of_one, given, longest))
+
+    return _together(of_all, tensors)

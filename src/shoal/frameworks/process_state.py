@@ -32,7 +32,7 @@ from ..ops.objects import broadcast_object
 from ..runtime.agent import current
 from ..runtime.bootstrap import init
 from ..runtime.queries import is_initialized, local_rank
-from .requirements import check_agent
+from . import check_agent
 
 _ASKED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """The variables by which Accelerate finds out whether it is one of several."""

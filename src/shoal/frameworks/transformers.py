@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .requirements import not_installed
+from . import not_installed
 
 try:  # before the modules below, which import accelerate, too
     from accelerate.state import AcceleratorState
@@ -40,7 +40,7 @@ from ..optim.adam import AccumAdamW
 from ..optim.checkpoints.checkpoint import Checkpoint
 from ..optim.checkpoints.checkpoint_files import find
 from ..optim.checkpoints.states import RandomState
-from ..optim.mean_model import consensus
+from ..optim.evaluation import consensus
 from ..runtime.queries import size
 from .accelerate import ShoalAccelerator, Wrapper, one_peer_at_a_time
 from .process_state import NO_DISPATCH, process_state, wait_for_everyone
@@ -58,8 +58,8 @@ class ShoalTrainer(Trainer):
     Args:
         model: As of ``Trainer``; or ``model_init``.
         args: :class:`ShoalTrainingArguments`.
-        wrapper: Makes the optimizer decentralized, of it and the models: any of Shoal's wrappers
-            (``shoal.optim.DistributedGradientAllreduceOptimizer``), or a function around one. If none is given, adapt,
+        wrapper: Makes the optimizer decentralized, of it and the models: any of Shoal's wrappers, such as
+            ``shoal.bluefog.DistributedGradientAllreduceOptimizer``, or a function around one. If none is given, adapt,
             then combine, with one neighbour at a time, and AdamW of ``args`` is :class:`shoal.optim.AccumAdamW`.
         options: The options of ``Trainer``, by name. An optimizer in ``optimizers`` is wrapped on each agent.
 
@@ -145,8 +145,8 @@ class ShoalTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **options: Any) -> None:
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-            norm = torch.zeros(()) if grad_norm is None else torch.as_tensor(grad_norm)
-            both = torch.stack([tr_loss.double().cpu(), norm.detach().double().cpu()])
+            norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm, device="cpu")
+            both = torch.stack([tr_loss.double().cpu(), norm.detach().double()])
             loss, norm = _mean(both)
             tr_loss.copy_(loss)
             grad_norm = None if grad_norm is None else norm.item()
@@ -158,7 +158,7 @@ class ShoalTrainer(Trainer):
 
     def store_flos(self) -> None:
         """As the Trainer's, over all agents."""
-        mine = torch.tensor(float(self.current_flos), dtype=torch.float64)
+        mine = torch.tensor(float(self.current_flos), dtype=torch.float64, device="cpu")
         self.current_flos = allreduce(mine, op="sum", name=Internal("frameworks.flos")).item()
         super().store_flos()
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..topology.families.catalog import CATALOG, Topology
-from ..topology.families.ceca import Ceca, CecaPairs
 from ..topology.families.compose import AllReduce, Kronecker
+from ..topology.families.finite_time import Ceca, CecaPairs
 from ..topology.schedule import Edges, Schedule, as_schedule
 from .network import Floats, Ints
 
@@ -107,6 +107,8 @@ def direct_allreduce(size: int, nbytes: float) -> Step:
 
 def parameter_server(size: int, nbytes: float, server: int = 0) -> Step:
     """All send to one, which sends the result back to all (Li et al. 2014)."""
+    if not 0 <= server < size:
+        raise ValueError(f"server is {server}, but agents count from 0 to {size - 1}.")
     others = np.delete(np.arange(size), server)
     if not len(others):
         return []
@@ -152,7 +154,7 @@ def hierarchical(machines: int, agents_per_machine: int, nbytes: float, between:
         machines, agents_per_machine: all machines are full.
         nbytes: of one agent's tensor.
         between: exchanges among machines, with the bytes of a whole tensor. Every agent exchanges its own share with
-            its counterparts on other machines, as in :func:`shoal.hierarchical_neighbor_allreduce`.
+            its counterparts on other machines, as in :func:`shoal.bluefog.hierarchical_neighbor_allreduce`.
     """
     inside = _all_pairs(np.arange(machines * agents_per_machine).reshape(machines, -1).T, nbytes / agents_per_machine)
     around = [inside] if agents_per_machine > 1 else []

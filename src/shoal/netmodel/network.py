@@ -25,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..topology._validate import as_int
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -102,6 +104,7 @@ class Network:
         links: ``{(source, destination): Link}`` for single links, of one direction, instead of `flow`.
 
     Raises:
+        TypeError: a number of agents that is not whole.
         ValueError: an invalid number, a NIC, port or link without an agent, or a `download` of a link of one direction.
     """
 
@@ -116,12 +119,15 @@ class Network:
 
     def __post_init__(self) -> None:
         for name in ("size", "agents_per_machine"):
-            if getattr(self, name) < 1:
+            if as_int(getattr(self, name), name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}. Pass a number of agents, at least 1.")
         for kind, given, count in (("NIC", self.nics, self.machines), ("port", self.ports, self.size)):
             beyond = next((index for index in given if not 0 <= index < count), None)
             if beyond is not None:
                 raise ValueError(f"{kind} {beyond} is named, but they count from 0 to {count - 1}.")
+        no_link = next((ends for ends in self.links if len(ends) != 2 or ends[0] == ends[1]), None)
+        if no_link is not None:
+            raise ValueError(f"link {no_link} is named, but a link joins two agents: (source, destination).")
         beyond_link = next((ends for ends in self.links if not all(0 <= end < self.size for end in ends)), None)
         if beyond_link is not None:
             raise ValueError(f"link {beyond_link} is named, but agents count from 0 to {self.size - 1}.")
@@ -224,7 +230,7 @@ def parse_seconds(text: str) -> float:
 def parse_rate(text: str) -> float:
     """Bytes a second in a rate such as ``1gbit``, ``25Gbit/s``, ``400Mbps`` (bits) or ``23GB/s`` (bytes)."""
     accepted = "bit, kbit, mbit, gbit or tbit (bits a second), or B/s, kB/s, MB/s, GB/s (bytes a second), as in 1gbit"
-    if text.rstrip().endswith(("b/s", "Bps")):
+    if re.search(r"(b/[sS]|B[pP][sS])\s*$", text):
         raise ValueError(f"{text!r} is not a bandwidth: it may be in bits or in bytes. Write one of {accepted}.")
     return _parse(text, _RATES, "a bandwidth", accepted)
 
@@ -234,7 +240,7 @@ def format_seconds(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "never"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
+        if _rounded(seconds / size) >= 1:
             return f"{_figures(seconds / size)} {unit}"
     return "0 s" if seconds == 0 else f"{seconds * 1e9:.3g} ns"
 
@@ -245,13 +251,17 @@ def format_rate(bytes_per_second: float) -> str:
         return "no limit"
     bits = 8 * bytes_per_second
     for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits >= size:
+        if _rounded(bits / size) >= 1:
             return f"{_figures(bits / size)} {unit}"
     return f"{bits:.3g} bit/s"
 
 
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
 def _figures(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if _rounded(value) >= 1000 else f"{value:.3g}"
 
 
 def _parse(text: str, units: Mapping[str, float], what: str, accepted: str, *, allow_zero: bool = False) -> float:

@@ -28,6 +28,7 @@ import torch
 
 import shoal
 
+from ..runtime.queries import is_homogeneous, machine_rank
 from .network import Link
 
 SIZES = (1_000, 64_000, 1_000_000, 8_000_000)
@@ -66,10 +67,11 @@ def measure() -> MeasuredNetwork:
     size, rank = shoal.size(), shoal.rank()
     if size < 2:
         raise ValueError("a network is measured between agents, and there is one. Start more: shoal run -n 2 ...")
-    local = shoal.local_size() if shoal.is_homogeneous() else 1
+    homogeneous = is_homogeneous()
+    local = shoal.local_size() if homogeneous else 1
     machine = rank // local
     inside = _fitted(list(range(machine * local, (machine + 1) * local))) if local > 1 else None
-    first = [rank for rank in range(size) if rank % local == 0] if shoal.is_homogeneous() else _first_of_each_machine()
+    first = [rank for rank in range(size) if rank % local == 0] if homogeneous else _first_of_each_machine()
     between = _fitted(first) if len(first) > 1 else None
     return MeasuredNetwork(size, local, inside, between)
 
@@ -89,7 +91,7 @@ def measure_difference(gradient: torch.Tensor | torch.nn.Module | Iterable[torch
         mean is zero and the gradients are not, and 0 if all are zero.
 
     Raises:
-        ValueError: No gradient is there, or one is not finite, on any agent; all agents raise it.
+        ValueError: No gradient is there, or one is None or not finite, on any agent; all agents raise it.
     """
     if isinstance(gradient, torch.nn.Module):
         params = [param for param in gradient.parameters() if param.requires_grad]
@@ -97,10 +99,11 @@ def measure_difference(gradient: torch.Tensor | torch.nn.Module | Iterable[torch
         has_any = any(param.grad is not None for param in params)
     else:
         given = [gradient] if isinstance(gradient, torch.Tensor) else list(gradient)
-        has_any = bool(given)
-    flat = torch.cat([tensor.detach().cpu().double().reshape(-1) for tensor in given] or [torch.zeros(0).double()])
+        has_any = bool(given) and all(tensor is not None for tensor in given)
+    rows = [tensor.detach().cpu().double().reshape(-1) for tensor in given if tensor is not None]
+    flat = torch.cat(rows or [torch.zeros(0, dtype=torch.float64, device="cpu")])
     usable = float(has_any and bool(flat.isfinite().all()))
-    if shoal.allreduce(torch.tensor([usable]), name="measure_difference.usable").item() < 1:
+    if shoal.allreduce(torch.tensor([usable], device="cpu"), name="measure_difference.usable").item() < 1:
         raise ValueError(
             "the difference of gradients cannot be measured: "
             + ("another agent has" if usable else f"rank {shoal.rank()} has")
@@ -123,9 +126,14 @@ def measure_this_machine(agents: int) -> MeasuredNetwork:
     # They must not meet with the agents of a job whose variables are still set.
     others = ("SHOAL_BEGIN_WITH", "SHOAL_INCARNATION", "SHOAL_RECORD", "SHOAL_RENDEZVOUS", "SHOAL_TIMELINE")
     environ = {name: text for name, text in os.environ.items() if name not in others}
-    done = subprocess.run(
-        command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE_SECONDS
-    )
+    try:
+        done = subprocess.run(
+            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(
+            f"measuring with {agents} agents failed (not done after {_DEADLINE_SECONDS} s). Measure with fewer agents"
+        ) from None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         raise RuntimeError(f"measuring with {agents} agents failed (status {done.returncode}): {done.stderr.strip()}")
@@ -136,7 +144,7 @@ def measure_this_machine(agents: int) -> MeasuredNetwork:
 
 
 def _first_of_each_machine() -> list[int]:
-    machines = shoal.allgather(torch.tensor([shoal.machine_rank()])).tolist()
+    machines = shoal.allgather(torch.tensor([machine_rank()], device="cpu")).tolist()
     return sorted({machine: rank for rank, machine in reversed(list(enumerate(machines)))}.values())
 
 
@@ -155,7 +163,7 @@ def _fitted(group: Sequence[int]) -> Link:
 def _timed(group: Sequence[int], degree: int, nbytes: int) -> float:
     """Seconds of one exchange on the slowest agent; the median. The same on all agents."""
     rank = shoal.rank()
-    x = torch.zeros(nbytes // 4)
+    x = torch.zeros(nbytes // 4, device="cpu")
     out = torch.empty_like(x)
     share = 1 / (degree + 1)
     taken = []
@@ -168,7 +176,7 @@ def _timed(group: Sequence[int], degree: int, nbytes: int) -> float:
             behind = [group[(place - hop) % len(group)] for hop in range(1, degree + 1)]
             shoal.neighbor_allreduce(x, share, dict.fromkeys(behind, share), ahead, enable_topo_check=False, out=out)
         taken.append(time.perf_counter() - start)
-    slowest = shoal.allreduce(torch.tensor(taken[1:], dtype=torch.float64), op="max")
+    slowest = shoal.allreduce(torch.tensor(taken[1:], dtype=torch.float64, device="cpu"), op="max")
     return float(statistics.median(slowest.tolist()))
 
 

@@ -139,9 +139,9 @@ class Recommendation:
         sentences = [f"To agree to {self.error:g}, take {best.name} ({best.operation}): {best.why}.{equals}"]
         gossip = next((candidate for candidate in self.candidates if candidate.operation != ALLREDUCE), best)
         if gossip is not best and math.isfinite(gossip.seconds):
-            times = f"{gossip.seconds / best.seconds:.2g} times as long"
+            times = _times(_ratio(gossip.seconds, best.seconds))
             sentences.append(
-                f"Of those that talk to neighbours only, take {gossip.name} ({gossip.operation}), {times}."
+                f"Of those that talk to neighbours only, take {gossip.name} ({gossip.operation}), {times} as long."
             )
         return [*sentences, *_advice_to_train(self.to_train, self.training)]
 
@@ -371,10 +371,10 @@ def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[st
     shorter = [candidate for candidate in others if candidate.seconds_per_step < (1 - AS_FAST) * best.seconds_per_step]
     if mean is not None and mean is not best:
         sentences.append(
-            f"With {mean.name} it would take {_times(mean.training_seconds / best.training_seconds)} as long."
+            f"With {mean.name} it would take {_times(_ratio(mean.training_seconds, best.training_seconds))} as long."
         )
     if mean is best and gossip is not None:
-        times = _times(gossip.training_seconds / best.training_seconds)
+        times = _times(_ratio(gossip.training_seconds, best.training_seconds))
         sentences.append(
             f"Of those that talk to neighbours only, {gossip.name} ({gossip.trained_by}) would take {times} as long."
         )
@@ -383,7 +383,7 @@ def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[st
         sentences.append(
             f"A step of {quickest.name} is the shortest, {format_seconds(quickest.seconds_per_step)}, but agents are "
             f"{quickest.steps_apart:.2g} steps apart: in all it would take "
-            f"{_times(quickest.training_seconds / best.training_seconds)} as long."
+            f"{_times(_ratio(quickest.training_seconds, best.training_seconds))} as long."
         )
     if training.compressor is not None:
         sentences.append(
@@ -409,5 +409,12 @@ def _digits(seconds: float) -> float:
     return float(f"{seconds:.3g}")
 
 
+def _ratio(value: float, of: float) -> float:
+    """Infinite of nothing, as on a network where some messages take no time."""
+    return value / of if of else math.inf if value else 1.0
+
+
 def _times(ratio: float) -> str:
+    if math.isinf(ratio):
+        return "infinitely many times"
     return f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.2g} times"

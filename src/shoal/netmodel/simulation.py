@@ -4,11 +4,11 @@ An agent computes, sends its messages, and continues when the messages for it ha
 neighbours only, so agents drift apart, and a straggler's delay spreads as far as the graph carries it. Events are
 processed one at a time, the messages between them as arrays: agents that are alike are processed together.
 
-A message is a volume that is sent at its current rate, and arrives after its latency. An overhead counts as volume, so
-messages that share a NIC also wait for each other's overheads. Between two events every message in transit, of any
-round, has the rate of max-min fairness, which approximates the equilibrium of TCP flows: no message's rate can grow
-without lowering one that is not larger. Progressive filling finds the rates (Bertsekas and Gallager, Data Networks,
-section 6.5.2), many bottlenecks in one pass.
+A message is a volume that is sent at its current rate, and arrives after its latency. An overhead counts as volume, of
+each resource what it carries in that time, so messages that share a NIC also wait for each other's overheads. Between
+two events every message in transit, of any round, has the rate of max-min fairness, which approximates the equilibrium
+of TCP flows: no message's rate can grow without lowering one that is not larger. Progressive filling finds the rates
+(Bertsekas and Gallager, Data Networks, section 6.5.2), many bottlenecks in one pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class RoutedMessages(NamedTuple):
         destination: of each message.
         shared: [messages, 5], the resources that it shares, as indices of a capacity.
         latency: seconds.
-        volume: bytes, including its overhead.
+        volume: bytes, including its overhead at the rate of the message when it is alone.
+        shares: [messages, 5], bytes of a resource that a byte of the volume takes; None if 1 everywhere. An overhead
+            takes a faster resource as long, and so more of its bytes.
         expected: [agents], messages that each agent waits for.
     """
 
@@ -49,6 +51,7 @@ class RoutedMessages(NamedTuple):
     shared: Ints
     latency: Floats
     volume: Floats
+    shares: Floats | None
     expected: Ints
 
 
@@ -100,13 +103,21 @@ def _routed(network: Network, messages: _Sorted, links: Ints) -> RoutedMessages:
     # The overhead in bytes, at the rate of the message when it is alone. On an unlimited path there
     # is no such rate: there only the latency can stand for it.
     free = np.isinf(paths.alone)
-    overhead = np.where(free, 0.0, paths.overhead) * np.where(free, 0.0, paths.alone)
+    seconds = np.where(free, 0.0, paths.overhead)
+    volume = messages.nbytes + seconds * np.where(free, 0.0, paths.alone)
+    shares = None
+    if seconds.any():
+        rates = np.concatenate([network.capacity[paths.shared], paths.limit[:, None]], axis=1)
+        takes = messages.nbytes[:, None] + seconds[:, None] * np.where(np.isinf(rates), 0.0, rates)
+        counts = np.isfinite(rates) & (volume[:, None] > 0)
+        shares = np.divide(takes, volume[:, None], out=np.ones_like(rates), where=counts)
     return RoutedMessages(
         first=np.searchsorted(messages.source, np.arange(network.size + 1)),
         destination=messages.destination,
         shared=np.concatenate([paths.shared, link[:, None]], axis=1),
         latency=paths.latency + free * paths.overhead,
-        volume=messages.nbytes + overhead,
+        volume=volume,
+        shares=shares,
         expected=np.bincount(messages.destination, minlength=network.size),
     )
 
@@ -129,6 +140,7 @@ class Flows:
         """Number of the exchange, and destination, of each message."""
         self._amounts: Floats = np.empty((0, 3))
         """Latency, volume, and the remaining volume."""
+        self._shares: Floats | None = None
         self._rates: Floats | None = None
 
     def __len__(self) -> int:
@@ -145,6 +157,10 @@ class Flows:
         volume = exchange.volume[chosen]
         numbers = np.stack([np.full(total, number), exchange.destination[chosen]], axis=1)
         amounts = np.stack([exchange.latency[chosen], volume, volume], axis=1)
+        if self._shares is not None or exchange.shares is not None:
+            held = np.ones(self._shared.shape) if self._shares is None else self._shares
+            new = np.ones((total, held.shape[1])) if exchange.shares is None else exchange.shares[chosen]
+            self._shares = np.concatenate([held, new])
         self._shared = np.concatenate([self._shared, exchange.shared[chosen]])
         self._numbers = np.concatenate([self._numbers, numbers])
         self._amounts = np.concatenate([self._amounts, amounts])
@@ -160,11 +176,14 @@ class Flows:
             self.now = due
             return []
         if self._rates is None:
-            self._rates = fair_rates(self._shared, self._capacity)
+            self._rates = fair_rates(self._shared, self._capacity, self._shares)
         _, volume, remaining = self._amounts.T
-        needed = remaining / self._rates
+        with np.errstate(over="ignore"):  # refused below
+            needed = remaining / self._rates
         elapsed = min(due - self.now, float(needed.min()))
         self.now += elapsed
+        if not np.isfinite(self.now):
+            raise ValueError("the messages take longer than a number can be. Pass a higher bandwidth.")
         # What nothing limits is sent at once: its infinite rate times no time is no number.
         at_once = np.isinf(self._rates)
         remaining -= np.where(at_once, remaining, np.where(at_once, 0.0, self._rates) * elapsed)
@@ -174,6 +193,7 @@ class Flows:
         numbers, latencies = self._numbers[sent], self._amounts[sent, 0]
         going = ~sent
         self._shared, self._numbers, self._amounts = self._shared[going], self._numbers[going], self._amounts[going]
+        self._shares = None if self._shares is None else self._shares[going]
         self._rates = None
         return [
             (float(latency), numbers[latencies == latency, 0], numbers[latencies == latency, 1])
@@ -185,25 +205,29 @@ _EQUAL = 1e-9
 """Relative difference below which two rates are the same, far above rounding and below anything measurable."""
 
 
-def fair_rates(shared: Ints, capacity: Floats) -> Floats:
+def fair_rates(shared: Ints, capacity: Floats, shares: Floats | None = None) -> Floats:
     """Rates of messages that are sent at the same time.
 
     Args:
         shared: int64 [messages, k], the indices of what each message passes. One may be named twice in a row only if
             its capacity is infinite.
         capacity: float64 [shared things], in bytes a second.
+        shares: float64 [messages, k], how much of each thing a message takes for each byte of its rate, 1 or more; 1 if
+            not given.
 
     Returns:
         float64 [messages], bytes a second; infinite where nothing limits.
     """
     rates = np.full(len(shared), np.inf)
     limiting = np.isfinite(capacity)[shared]
-    shared = shared[:, limiting.any(axis=0)]
+    columns = limiting.any(axis=0)
+    shared, shares = shared[:, columns], None if shares is None else shares[:, columns]
     undecided = np.flatnonzero(limiting.any(axis=1))
     remaining = capacity.astype(float)
     while len(undecided):
         passes = shared[undecided]
-        users = np.bincount(passes.ravel(), minlength=len(remaining))
+        taken = None if shares is None else shares[undecided]
+        users = np.bincount(passes.ravel(), None if taken is None else taken.ravel(), len(remaining))
         offered = (remaining / np.maximum(users, 1))[passes]
         best = offered.min(axis=1)
         # If it alone limits all its messages, their rates are exactly its offer.
@@ -212,9 +236,10 @@ def fair_rates(shared: Ints, capacity: Floats) -> Floats:
         )
         decided = ((held_elsewhere[passes] == 0) & (offered <= best[:, None] * (1 + _EQUAL))).any(axis=1)
         rates[undecided[decided]] = best[decided]
-        remaining -= np.bincount(
-            passes[decided].ravel(), weights=np.repeat(best[decided], passes.shape[1]), minlength=len(remaining)
-        )
+        used = np.repeat(best[decided], passes.shape[1])
+        if taken is not None:
+            used *= taken[decided].ravel()
+        remaining -= np.bincount(passes[decided].ravel(), weights=used, minlength=len(remaining))
         np.maximum(remaining, 0.0, out=remaining)
         undecided = undecided[~decided]
     return rates
@@ -264,10 +289,10 @@ def simulate(
             does with the layers that are done. A step ends no sooner than its computation.
 
     Raises:
-        ValueError: a rank is beyond the network, a time is negative, or `lag` or `overlap` is invalid.
+        ValueError: a rank is beyond the network, a time is negative or overflows, or `lag` or `overlap` is invalid.
     """
     plan = list(steps)
-    if lag < 0:
+    if not lag >= 0:  # also if it is not a number
         raise ValueError(f"lag is {lag}. Pass a number of steps, zero or more.")
     if not 0 <= overlap <= 1:
         raise ValueError(f"overlap is {overlap}. Pass a share of the computation, 0 to 1.")

@@ -27,7 +27,7 @@ from ..algorithms.algorithm import Algorithm
 from ..algorithms.compressed import ChocoSGD, LowPrecision
 from ..algorithms.gradient_descent import GradientDescent
 from ..algorithms.needs import check
-from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK
+from ..compression import QSGD, Compressor, Identity, MinMaxUInt8, RandomK, Sign, TopK, Zstd
 from ..topology.analysis.span import DENSE_LIMIT, Span
 from ..topology.schedule import Schedule
 from .messages import NEIGHBOR
@@ -42,6 +42,8 @@ _WORK = 20_000_000
 """Edges that may be visited: a second."""
 _SETTLED = 0.01
 _SAMPLED = 4096
+_MANY = 1 << 20
+"""Numbers of a model, of which a share down to a millionth is kept exactly."""
 _FLOAT = 4
 
 
@@ -126,9 +128,11 @@ class Training:
         """
         if self.compressor is None:
             return 1.0
-        if isinstance(self.compressor, TopK):
-            # It keeps far more of normal numbers, and CHOCO-SGD diverges with so large a gamma.
-            return self.compressor.delta(_SAMPLED)
+        inside = self.compressor.compressor if isinstance(self.compressor, Zstd) else self.compressor
+        if isinstance(inside, (TopK, RandomK)):
+            # TopK keeps far more of normal numbers, and CHOCO-SGD diverges with so large a gamma. Of few numbers a
+            # message cannot keep so small a share as of a model.
+            return inside.delta(_MANY)
         x = torch.from_numpy(np.random.default_rng(0).standard_normal(_SAMPLED)).unsqueeze(0)
         lost = self.compressor(x, _Draws()) - x
         return 1.0 - float((lost**2).sum() / (x**2).sum())
@@ -165,7 +169,7 @@ class _Draws:
         self._generator = torch.Generator().manual_seed(0)
 
     def uniform(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.rand(like.shape, dtype=like.dtype, generator=self._generator)
+        return torch.rand(like.shape, dtype=like.dtype, generator=self._generator, device="cpu")
 
 
 def steps_apart(schedule: Schedule | None, local_steps: int = 1, kept: float = 1.0) -> float:

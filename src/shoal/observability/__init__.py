@@ -1,4 +1,4 @@
-"""Timelines, reports, the membership log, and the live page of a run.
+"""Events, counters, timelines, reports, the membership log, and the live page of a run.
 
 The public names are imported on first use, because the programs that read traces run without torch.
 """

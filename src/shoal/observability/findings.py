@@ -240,7 +240,7 @@ def _slow_links(typicals: Sequence[Typical], edges: Sequence[EdgeStatistics]) ->
         return []
     usual = median(edge.rate for edge in edges if edge not in slow)
     waits = {agent.rank: (agent.into[DATA] + agent.into[TRANSFER]) / agent.length for agent in typicals if agent.length}
-    who = _of_all(slow, edges)
+    who = _common_end(slow, edges)
     if who:
         rate, most = median(edge.rate for edge in slow), max(waits.values(), default=0.0)
         what = (
@@ -267,9 +267,11 @@ def _fast(rates: Sequence[float]) -> float:
     return quantiles(rates, n=4, method="inclusive")[-1] if len(rates) > 1 else max(rates, default=0.0)
 
 
-def _of_all(slow: Sequence[EdgeStatistics], edges: Sequence[EdgeStatistics]) -> str:
-    """A machine, or else an agent, of which all edges are slow that lead away, or to it, or both, and no others; and
-    which of them. Empty if there is none."""
+def _common_end(slow: Sequence[EdgeStatistics], edges: Sequence[EdgeStatistics]) -> str:
+    """The machine, or else the agent, whose outgoing, incoming or all edges are exactly the slow edges.
+
+    Returns its name and which of the three; empty if there is none.
+    """
     by_host = [edge.hosts for edge in edges]
     by_rank = [
         (f"rank {edge.source} ({edge.hosts[0]})", f"rank {edge.destination} ({edge.hosts[1]})") for edge in edges

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .run_files import LOGS, open_own
+from ..errors import NONSENSE
+from .run_files import LOGS, check_fields, check_ranks, open_own
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -59,13 +60,14 @@ def read(folder: Path) -> list[MembershipEvent]:
     """
     found = []
     for path in sorted(folder.glob(LOGS)):
-        for line in path.read_text().splitlines(keepends=True):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
             if line.endswith("\n"):
                 try:
                     data: dict[str, Any] = json.loads(line)
-                    ranks: dict[str, Any] = {name: tuple(data.pop(name)) for name in ("lost", "entered", "alive")}
+                    ranks: dict[str, Any] = {name: check_ranks(data.pop(name)) for name in ("lost", "entered", "alive")}
+                    check_fields(data)
                     found.append(MembershipEvent(**data, **ranks))
-                except (ValueError, TypeError, AttributeError, KeyError) as error:
+                except NONSENSE as error:
                     raise ValueError(f"{path} is no record of an agent: {error}") from None
     if not found:
         raise FileNotFoundError(f"there is no record of an agent in {folder}; run with SHOAL_RECORD={folder}")

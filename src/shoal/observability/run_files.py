@@ -5,9 +5,15 @@ and in a trace.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+NEIGHBOURS = ("neighbor", "hierarchical", "pair")
+"""Prefixes of the names of operations between neighbours."""
 
 
 def open_own(path: Path) -> int:
@@ -48,6 +54,45 @@ def kinds_in(folder: Path) -> tuple[bool, bool]:
             f"SHOAL_RECORD={folder}"
         )
     return found
+
+
+_TEXTS = ("name", "host", "boot", "run", "error", "cause", "what")
+_COUNTS = ("rank", "size", "incarnation", "peer", "stage", "calls")
+_INTEGERS = ("round", "bytes", "step", "unix_time_ns", "perf_counter_ns")
+_TIMES = ("ts", "dur", "at")
+_FIGURES = ("own", "mean")
+_MOST = 1 << 20
+"""Agents of a run, and calls that travel together: readers loop over them."""
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Refuse a value from a file with which no reader could compute.
+
+    Raises:
+        ValueError: A field has a value of another type or size than its name tells.
+    """
+    for name, value in fields.items():
+        if name in _TEXTS:
+            fits = isinstance(value, str)
+        elif name in _COUNTS:
+            fits = isinstance(value, int) and 0 <= value <= _MOST
+        elif name in _INTEGERS:
+            fits = isinstance(value, int) and -(1 << 63) <= value < 1 << 63
+        elif name in _TIMES:
+            fits = isinstance(value, (int, float)) and abs(value) < 1 << 63  # false for NaN
+        elif name in _FIGURES:
+            fits = value is None or (isinstance(value, (int, float)) and math.isfinite(value))
+        else:
+            continue
+        if not fits:
+            raise ValueError(f"{name!r} is {str(value)[:60]!r}")
+
+
+def check_ranks(ranks: Any) -> tuple[int, ...]:
+    """Several ranks from a file, as :func:`check_fields` checks one."""
+    for rank in ranks:
+        check_fields({"rank": rank})
+    return tuple(ranks)
 
 
 FUSED = "small calls that travel together"

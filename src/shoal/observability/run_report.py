@@ -20,9 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import breakdown, clocks, findings, traces
+from . import breakdown, clock_alignment, findings, traces
 from .breakdown import COMPUTING, COORDINATION, DATA, KINDS, OTHERS, SUMS, TRANSFER, Share
-from .clocks import ClockFit
+from .clock_alignment import ClockFit
 from .findings import EdgeStatistics, Finding, Typical, size_of, sizes
 from .run_files import open_own
 from .traces import Flow, MessageKey, Trace, TracedCall, TracedMessage, TraceFolder, key_of, lines_of
@@ -57,7 +57,7 @@ class RunReport:
             FileNotFoundError, ValueError: See :func:`~.traces.read`.
         """
         found = traces.read(folder)
-        known, laid = clocks.aligned(found.traces)
+        known, laid = clock_alignment.aligned(found.traces)
         matched = traces.match(laid)
         shares = findings.without_the_first(breakdown.break_down(laid, matched))
         return RunReport(found, known, laid, matched, shares)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..transport.addresses import connect
+from .run_files import NEIGHBOURS
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
@@ -72,7 +73,7 @@ class StatusPublisher:
     def _count(self, counts: bool) -> None:
         with self._agent.engine.lock:
             traffic = self._agent.engine.edge_counters
-            traffic.set_counting(counts)
+            traffic.set_counting(NEIGHBOURS if counts else ())
 
     def _run(self) -> None:
         while self._sock is not None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from .._signals import deferred
 from ..engine.engine import Engine
-from ..operations.events import Recording
+from ..execution.events import Recording
 from ..runtime.agent import Agent, agent_context
 from .trace_writer import Activity, TraceWriter
 

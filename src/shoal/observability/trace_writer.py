@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._version import __version__
-from ..operations.events import Event, Fields
-from ..operations.fused_name import PREFIX, decode_fused_name, keys
-from ..operations.operation import INTERNAL
+from ..execution.events import Event, Fields
+from ..execution.fused_operation import PREFIX, decode_fused_name, keys
+from ..execution.operation import INTERNAL
 from .run_files import ASKED, FUSED, MOVING, ORDERING, open_own
 
 log = logging.getLogger("shoal")

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .run_files import ASKED, FUSED, MOVING, ORDERING, TRACES
+from ..errors import NONSENSE
+from .run_files import ASKED, FUSED, MOVING, ORDERING, TRACES, check_fields, check_ranks
 
 _TO, _FROM, _ALL = "to ", "from ", "all from "
 
@@ -218,7 +219,7 @@ def read(folder: Path) -> TraceFolder:
     for path in paths:
         try:
             traces.append(read_one(path))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (*NONSENSE, IndexError) as error:
             skipped.append(f"{path.name} is no trace of an agent: {error}")
     if not traces:
         raise ValueError(f"there is no trace of an agent in {folder}: {skipped[0]}")
@@ -287,7 +288,10 @@ def read_one(path: Path) -> Trace:
             reader.trace.torn = True
         else:
             reader.take(event)
-    return reader.trace
+    trace = reader.trace
+    if not trace.start:  # its agent ended before the first event: at 0 the run would have begun in 1970
+        trace.start = trace.end = reader.began
+    return trace
 
 
 class _TraceReader:
@@ -296,6 +300,7 @@ class _TraceReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._trace: Trace | None = None
+        self.began = 0  # the time of the head
         self._rows: dict[int, tuple[str, str]] = {}  # kind and name
         self._open: dict[int, TracedCall] = {}
         self._last: dict[int, TracedCall] = {}  # that ended on a row
@@ -309,6 +314,8 @@ class _TraceReader:
 
     def take(self, event: dict[str, Any]) -> None:
         phase, row = event["ph"], event["tid"]
+        check_fields(event)
+        check_fields(event.get("args", {}))
         if phase == "M":
             self._take_head(event["name"], row, event["args"])
             return
@@ -337,11 +344,14 @@ class _TraceReader:
             size, boot = arguments.get("size", 0), arguments.get("boot", arguments["host"])
             run, incarnation = arguments.get("run", ""), arguments.get("incarnation", 0)
             self._trace = Trace(self._path, arguments["rank"], size, arguments["host"], boot, run, incarnation, shift)
+            self.began = arguments["unix_time_ns"]
 
     def _take_exchange(self, phase: str, row: int, name: str, at: int, end: int, event: dict[str, Any]) -> None:
         if phase == "B":
             arguments = event["args"]
             of = tuple((member[0], member[1], member[2]) for member in arguments.get("of", ()))
+            for fused, first, count in of:
+                check_fields({"name": fused, "round": first, "calls": count})
             call = TracedCall(event["name"], arguments.get("name", name), arguments.get("round", 0), at, of=of, row=row)
             self._open[row] = call
             self.trace.calls.append(call)
@@ -354,7 +364,7 @@ class _TraceReader:
         elif event["name"] == ASKED:
             if row in self._open:
                 arguments = event["args"]
-                self._open[row].moves.append(TracedTransfer(arguments["stage"], tuple(arguments["among"]), at))
+                self._open[row].moves.append(TracedTransfer(arguments["stage"], check_ranks(arguments["among"]), at))
         elif event["name"] == "failed":
             if row in self._open:
                 self._open[row].error = event["args"]["error"]

@@ -19,13 +19,12 @@ import torch.distributed as dist
 
 from ..arithmetic import complete
 from ..dtensors import is_sharded
-from ..errors import Mismatch
-from ..kernels.weighted_sum import copy
-from ..operations.operation import INTERNAL
-from ..operations.stage import Arrived, Send, Steps
+from ..execution.operation import INTERNAL
+from ..execution.stage import Arrived, Send, Steps
+from ..kernels.sums import copy
 from ..runtime.agent import Agent
 from ..topology._validate import as_int
-from ..transport.wire import DTYPES, MOVABLE, Message, Payload
+from ..transport.messages import DTYPES, MOVABLE, Message, Payload
 
 LAYOUT = "list of tensors (their number, shapes or dtypes)"
 """The subject of the mismatch if agents' groups differ."""
@@ -169,7 +168,9 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False):
         alias = tensor.new_empty(0)
         alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return alias
+        if tensor.is_conj():  # its memory holds other numbers than its values, and so for negative views
+            alias = alias.conj()
+        return torch._neg_view(alias) if tensor.is_neg() else alias
 
 
 class Internal(str):
@@ -231,22 +232,20 @@ class Result:
 
     def finish(self) -> torch.Tensor:
         if self._out is None:
-            return self._target if self._device_like is None else where(self._device_like, self._target)
+            return self._target if self._device_like is None else on_device_of(self._device_like, self._target)
         if not self._direct:
             put(self._target, self._out)
         return self._out
 
 
-def where(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def on_device_of(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """A result on the device of the caller's tensor."""
     return result if tensor.is_cpu else tensor.new_empty(result.shape, dtype=result.dtype).copy_(result)
 
 
 def put(result: torch.Tensor, out: torch.Tensor) -> None:
     """Copy a result to where the caller wants it."""
-    if out.is_inference() and not (out.is_conj() or out.is_neg()):  # else :func:`writable` gives bits, not numbers
-        out = writable(out)
-    out.detach().copy_(result)
+    writable(out).copy_(result)
 
 
 def rotated(sends: Iterable[Send], agent: Agent) -> list[Send]:
@@ -284,19 +283,11 @@ def check_gatherable(op: str, tensor: object) -> torch.Tensor:
     return checked
 
 
-def joined(agent: Agent, op: str, like: torch.Tensor, parts: Sequence[tuple[int, Message]]) -> Steps[torch.Tensor]:
-    """The tensors of several agents, joined along dimension 0. They must agree in all other dimensions."""
-    rest = tuple(like.shape[1:])
-    for rank, message in parts:
-        if message.shape[1:] != rest or not message.shape:
-            raise Mismatch(
-                f"{op}: rank {rank} has a tensor of shape {list(message.shape)} and rank {agent.rank} one of shape "
-                f"{list(like.shape)}; only the first dimension may differ",
-                (rank, agent.rank),
-            )
+def joined(agent: Agent, like: torch.Tensor, parts: Sequence[tuple[int, Message]]) -> Steps[torch.Tensor]:
+    """The tensors of several agents, joined along dimension 0. Their exchange states the other dimensions, ``rest``."""
     payloads = [message.payload for _, message in parts if message.payload is not None]
     yield from complete(payloads)
-    shape = (sum(message.shape[0] for _, message in parts), *rest)
+    shape = (sum(message.shape[0] for _, message in parts), *like.shape[1:])
     result = Result(agent, None, like, shape)
     at = 0
     for payload in payloads:
@@ -305,8 +296,10 @@ def joined(agent: Agent, op: str, like: torch.Tensor, parts: Sequence[tuple[int,
     return result.finish()
 
 
-def as_ranks(op: str, argument: str, ranks: object, rank: int, size: int) -> tuple[int, ...]:
-    """Distinct ranks of other agents, in the order given."""
+def as_ranks(
+    op: str, argument: str, ranks: object, rank: int, size: int, *, or_itself: bool = False
+) -> tuple[int, ...]:
+    """Distinct ranks of other agents, and with ``or_itself`` of this one, in the order given."""
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
         raise TypeError(f"{op}: {argument} must be a list of ranks, not {ranks!r}")
     found = list(ranks)
@@ -315,7 +308,7 @@ def as_ranks(op: str, argument: str, ranks: object, rank: int, size: int) -> tup
             other = found[index] = as_int(other, argument)
         except TypeError:
             raise TypeError(f"{op}: {argument} holds {other!r}, which is no rank") from None
-        if not 0 <= other < size or other == rank:
+        if not 0 <= other < size or (other == rank and not or_itself):
             problem = "this agent itself" if other == rank else f"not one of the {size} ranks"
             raise ValueError(f"{op} on rank {rank}: {argument} names rank {other}, which is {problem}")
     if len(set(found)) != len(found):

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from ..arithmetic import places_by_machine, reduce
-from ..operations.operation import Operation
-from ..operations.stage import BackendRequest, Exchange, Steps
+from ..execution.operation import Operation
+from ..execution.stage import BackendRequest, Exchange, Steps
 from ..runtime.agent import Agent
-from ..transport.collective_plan import Collective
-from ..transport.process_group import REDUCED
-from ..transport.wire import Payload
+from ..transport.messages import Payload
+from ..transport.process_group import REDUCED, Collective
 from .arguments import LAYOUT, Result
 
 GATHERED_BYTES = 1 << 16
@@ -31,7 +30,7 @@ def uses_backend(agent: Agent, tensor: torch.Tensor, group: Sequence[int]) -> bo
 
 
 def members(agent: Agent, operation: Operation, group: Sequence[int]) -> tuple[int, ...]:
-    """The ranks of a group's exchange, in the format of :class:`~shoal.operations.operation.BackendRequest`."""
+    """The ranks of a group's exchange, in the format of :class:`~shoal.execution.stage.BackendRequest`."""
     everybody = len(group) == len(operation.left_of(range(agent.size)))
     return () if everybody else tuple(group)
 
@@ -43,8 +42,8 @@ def reduced_by_backend(
     how: str,
     group: tuple[int, ...],
     out: torch.Tensor | None,
-    layout: int = 0,
-    owned: bool = False,
+    layout: int,
+    owned: bool,
 ) -> Steps[torch.Tensor]:
     """The reduction of the tensors of a group, on each of it; as :func:`~.reduction.reduced`."""
     shape, pool = tuple(tensor.shape), agent.engine.pool
@@ -90,7 +89,7 @@ def broadcast_by_backend(
     dtype: torch.dtype,
     shape: tuple[int, ...],
     group: tuple[int, ...],
-    layout: int = 0,
+    layout: int,
 ) -> Steps[torch.Tensor]:
     """The root's tensor, flat, on all; as :func:`~.collective.broadcast_steps`."""
     data = agent.engine.result_memory(shape, dtype)

@@ -13,13 +13,12 @@ import torch
 from ..arithmetic import complete
 from ..engine.discovery import discover, submit_to_all
 from ..errors import PeerLost
-from ..kernels.reduce import REDUCTIONS
-from ..kernels.weighted_sum import copy
-from ..operations.operation import FusionSpec, Handle, Operation
-from ..operations.stage import BackendRequest, Exchange, Send, Steps
+from ..execution.operation import FusionSpec, Handle, Operation
+from ..execution.stage import BackendRequest, Exchange, Send, Steps
+from ..kernels.sums import REDUCTIONS, copy
 from ..runtime.agent import Agent, current
 from ..topology._validate import check_rank
-from ..transport.wire import DTYPES, MOVABLE, Kind, Message, Payload
+from ..transport.messages import DTYPES, MOVABLE, Kind, Message, Payload
 from .arguments import (
     ALL,
     LAYOUT,
@@ -34,10 +33,10 @@ from .arguments import (
     check_tensor,
     detached,
     joined,
+    on_device_of,
     payload,
     rotated,
     warn_of_lost_graph,
-    where,
 )
 from .backend_ops import broadcast_by_backend
 from .backend_ops import members as members_of
@@ -91,7 +90,7 @@ def allreduce_nonblocking(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
-    """:func:`allreduce` without waiting.
+    """:func:`shoal.allreduce` without waiting.
 
     Small tensors that are submitted one after another, and reduced in the same way, are sent together.
     """
@@ -122,9 +121,7 @@ def submit_allreduce(
     out: torch.Tensor | None = None,
     timeout: float | None = None,
     zero_copy: bool = False,
-    op: str = "allreduce",
     layout: int = 0,
-    owned: bool = False,
     fusible: bool = False,
 ) -> Handle[torch.Tensor]:
     """Start an all-reduce, for the public functions and the optimizers.
@@ -136,9 +133,7 @@ def submit_allreduce(
             ``among`` all pass the same ``among``.
         members: The callers.
         zero_copy: Others read ``tensor`` in place, where they can: see :meth:`Publisher.publish`.
-        op: The name of the operation in errors.
         layout: Digest of the joined tensors, if it is made of several.
-        owned: ``tensor`` has no other user, and may become the result.
         fusible: A small tensor may wait for others, to be sent with them.
     """
     tensor = check_tensor(f"allreduce with op {how}", tensor, reducible(how), detach=out is not None)
@@ -154,15 +149,15 @@ def submit_allreduce(
         # From the operation and not from this agent's own view of the members: all agents have agreed on it, so each
         # number has one owner.
         group = operation.callers(agent.size) if among is None else operation.left_of(among)
-        return reduced(agent, operation, tensor, how, group, out, zero_copy, layout, owned)
+        return reduced(agent, operation, tensor, how, group, out, zero_copy, layout)
 
     def take(reduction: torch.Tensor) -> torch.Tensor:
         result = Result(agent, out, tensor, tuple(tensor.shape))
         result.flat.copy_(reduction.view(-1))
         return result.finish()
 
-    kind = f"{op} ({how}{'' if among is None else ', within the machine'})"
-    channel, named = members.channel(op, name), name is not None
+    kind = f"allreduce ({how}{'' if among is None else ', within the machine'})"
+    channel, named = members.channel("allreduce", name), name is not None
     # With ``among`` there are several results, and a finished agent may not have the one that another lacks.
     taken = take if among is None and members is ALL else None
     begins: Callable[[Operation], Steps[torch.Tensor]] | FusionSpec = steps
@@ -211,7 +206,7 @@ def allreduce_nonblocking_(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
-    """:func:`allreduce_` without waiting; ``tensor`` must not be touched until then."""
+    """:func:`shoal.allreduce_` without waiting; ``tensor`` must not be touched until then."""
     out = _memory_of("allreduce", tensor)
     return allreduce_nonblocking(
         out, average, is_hierarchical_local, name, op=op, out=out, group=group, timeout=timeout
@@ -262,7 +257,7 @@ def broadcast_nonblocking(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
-    """:func:`broadcast` without waiting."""
+    """:func:`shoal.broadcast` without waiting."""
     agent = current("broadcast")
     tensor = check_tensor("broadcast", tensor if out is None else detached(tensor), MOVABLE)
     root_rank, members = as_root("broadcast", root_rank, agent), caller_group("broadcast", group, agent)
@@ -299,7 +294,7 @@ def broadcast_nonblocking_(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
-    """:func:`broadcast_` without waiting; ``tensor`` must not be touched until then."""
+    """:func:`shoal.broadcast_` without waiting; ``tensor`` must not be touched until then."""
     out = _memory_of("broadcast", tensor)
     return broadcast_nonblocking(out, root_rank, name, out=out, group=group, timeout=timeout)
 
@@ -383,16 +378,16 @@ def allgather(
 def allgather_nonblocking(
     tensor: torch.Tensor, name: str | None = None, *, group: Group | None = None, timeout: float | None = None
 ) -> Handle[torch.Tensor]:
-    """:func:`allgather` without waiting."""
+    """:func:`shoal.allgather` without waiting."""
     agent = current("allgather")
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[torch.Tensor]:
-        parts = yield from parts_of_all(agent, operation, tensor)
-        return (yield from joined(agent, "allgather", tensor, parts))
+        parts = yield from parts_of_all(agent, operation, tensor, rest=tuple(tensor.shape[1:]))
+        return (yield from joined(agent, tensor, parts))
 
     def take(everything: torch.Tensor) -> torch.Tensor:
-        return where(tensor, everything)
+        return on_device_of(tensor, everything)
 
     members = caller_group("allgather", group, agent)
     channel, named, taken = members.channel("allgather", name), name is not None, take if members is ALL else None
@@ -421,30 +416,45 @@ def gather_by_rank(
     tensor = check_gatherable("allgather", tensor)
 
     def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
-        # The parts arrive with headers; on the network their bytes follow, so they are awaited below.
-        parts = yield from parts_of_all(agent, operation, tensor, by_links=by_links)
-        payloads = {rank: message.payload for rank, message in parts if message.payload is not None}
-        yield from complete(list(payloads.values()))
+        parts = yield from complete_parts_of_all(agent, operation, tensor, by_links=by_links)
         # A copy: the numbers may lie in the sender's memory, which it uses again after the operation.
-        return {rank: payloads[rank].data.view(message.shape).clone() for rank, message in parts}
+        return {rank: part.clone() for rank, part in parts.items()}
 
     channel, named = members.channel("allgather", name), name is not None
     return submit_to_all(agent.engine, "allgather", channel, steps, timeout, named, among=members.ranks).wait()
 
 
 def parts_of_all(
-    agent: Agent, operation: Operation, tensor: torch.Tensor, *, by_links: bool = False
+    agent: Agent,
+    operation: Operation,
+    tensor: torch.Tensor,
+    *,
+    rest: tuple[int, ...] | None = None,
+    by_links: bool = False,
 ) -> Steps[list[tuple[int, Message]]]:
-    """The messages of all agents, by rank, including this agent's own; ``by_links``: whatever carries tensors."""
+    """The messages of all agents, by rank, including this agent's own. Their bytes may follow.
+
+    ``rest``: the dimensions after the first, if they must not differ; ``by_links``: whatever carries tensors.
+    """
     published = agent.engine.publish(operation, tensor)
     shape, total = tuple(tensor.shape), published.data.numel()
     group = operation.callers(agent.size)
     others = [rank for rank in group if rank != agent.rank]
     sends = rotated([Send(rank, published, 0, total, shape) for rank in others], agent)
     carried = None if by_links else BackendRequest(members_of(agent, operation, group))
-    arrived = yield Exchange(sends, others, tensor.dtype, carried=carried)
+    arrived = yield Exchange(sends, others, tensor.dtype, rest=rest, carried=carried)
     own = Message(Kind.DATA, dtype=tensor.dtype, shape=shape, payload=Payload(published.data, total))
     return [(rank, own if rank == agent.rank else arrived[rank]) for rank in group]
+
+
+def complete_parts_of_all(
+    agent: Agent, operation: Operation, tensor: torch.Tensor, *, by_links: bool = False
+) -> Steps[dict[int, torch.Tensor]]:
+    """The tensors of all agents, by rank, ascending. They may lie in the senders' memory."""
+    parts = yield from parts_of_all(agent, operation, tensor, by_links=by_links)
+    payloads = {rank: message.payload for rank, message in parts if message.payload is not None}
+    yield from complete(list(payloads.values()))
+    return {rank: payloads[rank].data.view(message.shape) for rank, message in parts}
 
 
 def barrier(name: str | None = None, *, group: Group | None = None, timeout: float | None = None) -> None:

@@ -8,11 +8,11 @@ from contextlib import suppress
 import torch
 
 from ..arithmetic import complete
-from ..kernels.weighted_sum import weighted_sum
-from ..operations.devices import PublishedOnDevice
-from ..operations.stage import Steps, await_future
+from ..execution.devices import PublishedOnDevice
+from ..execution.stage import Steps, await_future
+from ..kernels.sums import weighted_sum
 from ..runtime.agent import Agent
-from ..transport.wire import Message
+from ..transport.messages import Message
 from .arguments import Result
 
 

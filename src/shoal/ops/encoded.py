@@ -20,14 +20,14 @@ import torch
 from ..arithmetic import complete
 from ..compression import Compressor
 from ..compression.compressor import DTYPES
-from ..compression.draws import Draws, Redrawn
+from ..compression.random_numbers import Draws, Redrawn
 from ..engine.discovery import submit_to_all
 from ..engine.engine import Engine
 from ..errors import Mismatch
-from ..operations.operation import Handle, Operation
-from ..operations.stage import Arrived, BackendRequest, Exchange, Send, Steps
+from ..execution.operation import Handle, Operation
+from ..execution.stage import Arrived, BackendRequest, Exchange, Send, Steps
 from ..runtime.agent import Agent
-from ..transport.wire import Message, Payload
+from ..transport.messages import Message, Payload
 from .arguments import check_tensor, detached, payload, rotated
 from .reduction import shares
 
@@ -168,19 +168,26 @@ def check_compression(op: str, tensor: object, compressor: object) -> Compressor
     return compressor
 
 
-def encoded_for(operation: Operation, tensor: torch.Tensor, compressor: Compressor, rank: int) -> Encoded:
+def encoded_for(
+    operation: Operation, tensor: torch.Tensor, compressor: Compressor, rank: int, part: int = 0
+) -> Encoded:
     """The message of a call of its own: what it leaves out stays."""
-    seed = zlib.crc32(operation.name.encode())
+    seed = zlib.crc32((f"{operation.name}.{part}" if part else operation.name).encode())
     return Encoded.of(tensor, compressor, rank, lambda sender: Redrawn(seed, operation.round, sender), keep_rest=True)
 
 
-def encoded_by_call(op: str, tensor: torch.Tensor, compressor: object, rank: int) -> Callable[[Operation], Encoded]:
-    """Returns the encoded tensor, made once even if the call restarts. Raises as :func:`check_compression`."""
+def encoded_by_call(
+    op: str, tensor: torch.Tensor, compressor: object, rank: int, part: int = 0
+) -> Callable[[Operation], Encoded]:
+    """Returns the encoded tensor, made once even if the call restarts. Raises as :func:`check_compression`.
+
+    ``part``: the number of the tensor in its call; each has random draws of its own.
+    """
     checked, messages = check_compression(op, tensor, compressor), list[Encoded]()
 
     def encoded(operation: Operation) -> Encoded:
         if not messages:
-            messages.append(encoded_for(operation, tensor, checked, rank))
+            messages.append(encoded_for(operation, tensor, checked, rank, part))
         return messages[0]
 
     return encoded
@@ -257,10 +264,11 @@ def _mean(
     same = f"{flat.numel()} {flat.dtype} {layout}"
     data, ends = torch.cat(messages), list(accumulate(len(sent) for sent in messages))
     arrived = yield from _exchanged(agent, operation, group, data, list(zip([0, *ends], ends, strict=False)), same)
-    mean = own.new_zeros(stop - start)
+    # 16-bit numbers are summed in float32, as everywhere: finite ones would overflow, and each sum would be rounded.
+    total = own.new_zeros(stop - start, dtype=torch.promote_types(own.dtype, torch.float32))
     for rank in group:
-        mean += decoded(messages[position] if rank == agent.rank else arrived[rank].data, rank, position, len(mean))
-    mean /= len(group)
+        total += decoded(messages[position] if rank == agent.rank else arrived[rank].data, rank, position, len(total))
+    mean = total.div_(len(group)).to(own.dtype)
 
     # The means
     if rest is not None and rest.mean is not None and len(rest.mean) == len(mean):

@@ -3,7 +3,7 @@ tensors.
 
 The sum of a number does not depend on its neighbours in memory, so each tensor has the same bits as by itself. Senders,
 receivers and stages are the same as for a single call, so an agent that fuses works with one that does not
-(``operations/fusion.py``).
+(``execution/fusion.py``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from ..arithmetic import complete, reduce, weighted_sum
 from ..engine.discovery import discover
-from ..operations.operation import FusionSpec, Operation
-from ..operations.publishing import PUBLISH_BYTES
-from ..operations.stage import Arrived, Exchange, Send, Steps
+from ..execution.operation import FusionSpec, Operation
+from ..execution.publishing import PUBLISH_BYTES
+from ..execution.stage import Arrived, Exchange, Send, Steps
 from ..runtime.agent import Agent
 from ..topology import Mixing
 from ..transport.link import Published
@@ -54,7 +54,7 @@ class NeighborFamily:
     digest: int
     confirmed: bool
 
-    def together(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
+    def fused_steps(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
         return (yield from _averaged(self.agent, operation, parts, self.mixing, self.digest, self.confirmed))
 
 
@@ -70,7 +70,7 @@ class DiscoveryFamily:
     mixing: Mixing
     form: str
 
-    def together(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
+    def fused_steps(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
         agent, mixing = self.agent, self.mixing
         sources, destinations = mixing.sources, mixing.destinations
         pushes = self.form == "push"
@@ -117,7 +117,7 @@ class AllreduceFamily:
     how: str
     group: tuple[int, ...]
 
-    def together(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
+    def fused_steps(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
         agent, group = self.agent, self.group
         published = agent.engine.publish_joined(operation, [part.flat for part in parts])
         shape = (published.data.numel(),)
@@ -166,7 +166,7 @@ class HierarchicalFamily:
         result.flat.copy_(found)
         return result.finish()
 
-    def together(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
+    def fused_steps(self, operation: Operation, parts: list[FusionSpec]) -> Steps[list[torch.Tensor | Exception]]:
         published = self.agent.engine.publish_joined(operation, [part.flat for part in parts])
         found = yield from self._averaged(operation, published, (published.data.numel(),))
         return split_joined(found, parts)
@@ -180,7 +180,14 @@ class HierarchicalFamily:
         if agent.rank != group[0]:
             term = Send(group[0], published, 0, total, shape)
             arrived = yield Exchange(
-                [term], group[:1], dtype, shape, digest=here, digest_of=compared, stage=_RESULT, early=_RESULT - _TERMS
+                [term],
+                group[:1],
+                dtype,
+                shape,
+                digest=here,
+                digest_of=compared,
+                stage=_RESULT,
+                stage_lead=_RESULT - _TERMS,
             )
             yield from complete([payload(arrived, group[0])])
             return payload(arrived, group[0]).data

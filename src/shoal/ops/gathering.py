@@ -10,12 +10,12 @@ import torch
 
 from ..arithmetic import complete
 from ..errors import PeerLost
-from ..kernels.weighted_sum import copy
-from ..operations.operation import FailurePolicy, Handle, Operation
-from ..operations.stage import BackendRequest, Exchange, Send, Steps
+from ..execution.operation import FailurePolicy, Handle, Operation
+from ..execution.stage import BackendRequest, Exchange, Send, Steps
+from ..kernels.sums import copy
 from ..runtime.agent import Agent, current
 from ..topology._validate import as_int
-from ..transport.wire import Kind, Message, Payload
+from ..transport.messages import Kind, Message, Payload
 from .arguments import (
     LAYOUT,
     Group,
@@ -77,7 +77,7 @@ def neighbor_allgather_nonblocking(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
-    """:func:`neighbor_allgather` without waiting."""
+    """:func:`shoal.neighbor_allgather` without waiting."""
     op = "neighbor_allgather"
     agent = current(op)
     tensor = check_gatherable(op, tensor)
@@ -104,10 +104,18 @@ def neighbor_allgather_nonblocking(
         sources, targets = given or (now.mixing.source_ranks, now.mixing.destination_ranks)
         sends = rotated([Send(rank, published, 0, total, shape) for rank in targets], agent)
         digest, checked = (0, enable_topo_check) if given else (now.digest, False)
-        among = None if given else now.members(operation.left_of(range(agent.size)))
+        among = None if given else now.component(operation.left_of(range(agent.size)))
         carried = BackendRequest(among, properties="" if given else f"topology {digest:08x}", confirm=given is not None)
-        arrived = yield Exchange(sends, sorted(sources), tensor.dtype, checked=checked, digest=digest, carried=carried)
-        return (yield from joined(agent, op, tensor, [(rank, arrived[rank]) for rank in sources if rank in arrived]))
+        arrived = yield Exchange(
+            sends,
+            sorted(sources),
+            tensor.dtype,
+            rest=shape[1:],
+            checked=checked,
+            digest=digest,
+            carried=carried,
+        )
+        return (yield from joined(agent, tensor, [(rank, arrived[rank]) for rank in sources if rank in arrived]))
 
     channel, named = members.channel(op, name), name is not None
     return agent.engine.submit(
@@ -232,7 +240,7 @@ def alltoall_nonblocking(
             if rank in others
         ]
         carried = BackendRequest(members_of(agent, operation, ranks))
-        arrived = yield Exchange(rotated(sends, agent), others, tensor.dtype, carried=carried)
+        arrived = yield Exchange(rotated(sends, agent), others, tensor.dtype, rest=rest, carried=carried)
         low, high = parts[agent.rank]
         mine = Payload(published.data[low * row : high * row], (high - low) * row)
         own = Message(Kind.DATA, dtype=tensor.dtype, shape=(high - low, *rest), payload=mine)
@@ -241,7 +249,7 @@ def alltoall_nonblocking(
             for rank in ranks
             if rank not in operation.excluded_ranks
         ]
-        whole = yield from joined(agent, op, tensor, came)
+        whole = yield from joined(agent, tensor, came)
         return whole, [message.shape[0] for _, message in came]
 
     channel, named = members.channel(op, name), name is not None

@@ -1,6 +1,7 @@
 """Several tensors in one call: one message to each neighbour for all of a dtype, and nothing else in it.
 
-A call of a small tensor costs its bookkeeping and not its bytes. The tensors of a group are joined in the order given,
+A call of a small tensor costs its bookkeeping and not its bytes. A call is one round, with a stage for each dtype:
+agents whose dtypes differ once still count their rounds alike. The tensors of a group are joined in the order given,
 so the layout is the caller's, and the same on all agents; the sum of a number does not depend on what lies beside it,
 so the bits are those of single calls.
 """
@@ -15,17 +16,17 @@ from typing import Any
 
 import torch
 
-from ..arithmetic import complete
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
 from ..errors import Mismatch
-from ..operations.layout_mismatch import LayoutExchange, described
-from ..operations.operation import Handle, Operation
-from ..operations.stage import Steps
+from ..execution.layout_mismatch import LayoutExchange, described
+from ..execution.operation import DerivedHandle, Handle, Operation
+from ..execution.stage import Steps
 from ..runtime.agent import current
+from ..transport.messages import MOVABLE
 from ..transport.shared_regions import ResultPool
-from ..transport.wire import MOVABLE
 from .arguments import (
+    ALL,
     WEIGHABLE,
     Group,
     caller_group,
@@ -33,14 +34,15 @@ from .arguments import (
     check_out,
     check_tensor,
     detached,
+    on_device_of,
     put,
     split_name,
-    where,
 )
-from .collective import as_root, broadcast_steps, parts_of_all, reducible, submit_allreduce
+from .collective import as_root, broadcast_steps, complete_parts_of_all, reducible
 from .encoded import encoded_by_call
-from .handles import HandleOfMany
-from .neighbor import Weights, mixing_of, submit
+from .neighbor import Weights, mix_steps, mixing_of
+from .reduction import reduced
+from .round_plan import plan_of, submit_planned
 
 Tensors = Sequence[torch.Tensor]
 _SHOWN = 4
@@ -81,7 +83,7 @@ def grouped_allreduce(
 
     Args:
         tensors: As of single calls, of any shapes; as many, of the same shapes and dtypes in the same order, on all
-            agents. Tensors of one dtype are sent as one.
+            agents. Tensors of one dtype are sent as one, the dtypes one after the other.
         average, name, op, group, timeout: As of a single call.
         out: Take the results, one for each tensor.
 
@@ -101,26 +103,24 @@ def grouped_allreduce_nonblocking(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[list[torch.Tensor]]:
-    """:func:`grouped_allreduce` without waiting. The tensors are copied now; ``out`` must not be touched until then."""
+    """As :func:`shoal.grouped_allreduce`, without waiting. The tensors are copied now; ``out`` must not be touched."""
     how = op if op is not None else ("average" if average else "sum")
     called, agent = "grouped_allreduce", current("grouped_allreduce")
     members = caller_group(called, group, agent)
     bundle = _Bundle(agent.engine.layout_exchange, called, tensors, out, reducible(how))
+    joined = bundle.joined(agent.engine.pool)
+
+    def steps(operation: Operation) -> Steps[Any]:
+        group, found = operation.callers(agent.size), []
+        for flat in joined:
+            mean = yield from reduced(agent, operation, flat, how, group, None, False, bundle.digest, owned=True)
+            found.append(mean)
+        return found if len(found) > 1 else found[0]  # one tensor can be sent to others after a loss
+
+    channel, named = members.channel(called, name), name is not None
+    take = torch.clone if len(joined) == 1 and members is ALL else None
     return bundle.of_joined(
-        [
-            submit_allreduce(
-                agent,
-                flat,
-                how,
-                _numbered(name, number),
-                members=members,
-                timeout=timeout,
-                op=called,
-                layout=bundle.digest,
-                owned=True,
-            )
-            for number, flat in enumerate(bundle.joined(agent.engine.pool))
-        ]
+        submit_to_all(agent.engine, f"{called} ({how})", channel, steps, timeout, named, take, among=members.ranks)
     )
 
 
@@ -173,7 +173,7 @@ def grouped_neighbor_allreduce_nonblocking(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[list[torch.Tensor]]:
-    """:func:`grouped_neighbor_allreduce` without waiting. The tensors are copied now; ``out`` must not be touched."""
+    """As :func:`shoal.grouped_neighbor_allreduce`, without waiting. The tensors are copied now; leave ``out`` alone."""
     called, agent = "grouped_neighbor_allreduce", current("grouped_neighbor_allreduce")
     members = caller_group(called, group, agent)
     self_weight, name = split_name(called, self_weight, name)
@@ -181,28 +181,33 @@ def grouped_neighbor_allreduce_nonblocking(
     bundle = _Bundle(agent.engine.layout_exchange, called, tensors, out, WEIGHABLE)
     joined = bundle.joined(agent.engine.pool)
     encoded = [
-        None if compression is None else encoded_by_call(called, flat, compression, agent.rank) for flat in joined
+        None if compression is None else encoded_by_call(called, flat, compression, agent.rank, number)
+        for number, flat in enumerate(joined)
     ]
-    return bundle.of_joined(
-        [
-            submit(
+    plan = plan_of(agent, called, name, mixing, form, enable_topo_check, False, members)
+    averages: list[torch.Tensor] = []
+
+    def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
+        edges = plan.edges(agent, operation, None)
+        # After a loss the steps may begin again within a stage. The messages of earlier stages do not come again, so
+        # their averages stay; but not in a restart among the survivors, which begins with the first stage.
+        found = [] if operation.restarts else averages
+        for flat, of_call in zip(joined[len(found) :], encoded[len(found) :], strict=True):
+            message = None if of_call is None else of_call(operation)
+            average = yield from mix_steps(
                 agent,
+                operation,
                 flat,
-                mixing,
-                form,
-                _numbered(name, number),
+                edges,
+                None,
                 checked=enable_topo_check,
-                timeout=timeout,
-                fusible=False,
-                encoded=encoded[number],
-                op=called,
+                encoded=message,
                 layout=bundle.digest,
-                everybody=False,
-                members=members,
             )
-            for number, flat in enumerate(joined)
-        ]
-    )
+            found.append(average)
+        return found
+
+    return bundle.of_joined(submit_planned(agent, called, plan, steps, timeout, name is not None, members.ranks))
 
 
 def grouped_broadcast(
@@ -236,12 +241,12 @@ def grouped_broadcast_nonblocking(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[list[torch.Tensor]]:
-    """:func:`grouped_broadcast` without waiting."""
+    """:func:`shoal.grouped_broadcast` without waiting."""
     called, agent = "grouped_broadcast", current("grouped_broadcast")
     root, members = as_root(called, root_rank, agent), caller_group(called, group, agent)
     members.check(called, "root_rank", [root])
     bundle = _Bundle(agent.engine.layout_exchange, called, tensors, out, MOVABLE)
-    mine = torch.cat([_bytes(tensor) for tensor in bundle.tensors] or [torch.empty(0, dtype=torch.uint8)])
+    mine = torch.cat([_bytes(tensor) for tensor in bundle.tensors] or [torch.empty(0, dtype=torch.uint8, device="cpu")])
 
     def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
         shape = tuple(mine.shape)
@@ -273,7 +278,7 @@ def grouped_allgather(
 def grouped_allgather_nonblocking(
     tensors: Tensors, name: str | None = None, *, group: Group | None = None, timeout: float | None = None
 ) -> Handle[list[torch.Tensor]]:
-    """:func:`grouped_allgather` without waiting."""
+    """:func:`shoal.grouped_allgather` without waiting."""
     called, agent = "grouped_allgather", current("grouped_allgather")
     members = caller_group(called, group, agent)
     bundle = _Bundle(agent.engine.layout_exchange, called, tensors, None, MOVABLE, first_may_differ=True)
@@ -283,7 +288,9 @@ def grouped_allgather_nonblocking(
     row = [prod(rest) * dtype.itemsize for rest, dtype in rests]
     # The digest travels in the data: first dimensions may differ, so the exchange cannot compare shapes by itself.
     says = [bundle.digest, *(len(tensor) for tensor in bundle.tensors)]
-    mine = torch.cat([torch.tensor(says).view(torch.uint8), *(_bytes(tensor) for tensor in bundle.tensors)])
+    mine = torch.cat(
+        [torch.tensor(says, device="cpu").view(torch.uint8), *(_bytes(tensor) for tensor in bundle.tensors)]
+    )
 
     def parts(operation: Operation, rank: int, data: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """The data of one agent: for each tensor the number of rows, and the bytes."""
@@ -300,14 +307,12 @@ def grouped_allgather_nonblocking(
         return list(zip(header[1:], torch.split(data[head:], sizes), strict=True))
 
     def steps(operation: Operation) -> Steps[list[torch.Tensor]]:
-        arrived = yield from parts_of_all(agent, operation, mine)
-        payloads = {rank: message.payload for rank, message in arrived if message.payload is not None}
-        yield from complete(list(payloads.values()))
-        each = [parts(operation, rank, payload.data) for rank, payload in payloads.items()]
+        arrived = yield from complete_parts_of_all(agent, operation, mine)
+        each = [parts(operation, rank, data.view(-1)) for rank, data in arrived.items()]
         found = []
         for like, (rest, dtype), pieces in zip(bundle.tensors, rests, zip(*each, strict=True), strict=True):
             rows, data = zip(*pieces, strict=True)
-            found.append(where(like, torch.cat(data).view(dtype).view(sum(rows), *rest)))
+            found.append(on_device_of(like, torch.cat(data).view(dtype).view(sum(rows), *rest)))
         return found
 
     channel, named = members.channel(called, name), name is not None
@@ -357,20 +362,17 @@ class _Bundle:
             found.append(torch.cat(parts, out=flat) if parts else flat)
         return found
 
-    def of_joined(self, handles: list[Handle[torch.Tensor]]) -> Handle[list[torch.Tensor]]:
-        """The results, of those of :meth:`joined`."""
-        return self._handle(handles, self._apart)
+    def of_joined(self, handle: Handle[Any]) -> Handle[list[torch.Tensor]]:
+        """The results, of an operation on those of :meth:`joined`, whose result is a list or the only one."""
+        return self._handle(handle, self._apart)
 
     def of_list(self, handle: Handle[list[torch.Tensor]]) -> Handle[list[torch.Tensor]]:
-        """The results, of one operation that gives them all."""
-        return self._handle([handle], lambda found: self._placed(found[0]))
+        """The results, of an operation that gives them all."""
+        return self._handle(handle, self._placed)
 
-    def _handle(
-        self, handles: Sequence[Handle[Any]], finish: Callable[[list[Any]], list[torch.Tensor]]
-    ) -> Handle[list[torch.Tensor]]:
-        operation = handles[0].operation
-        self._layouts.keep(operation, self._layout)
-        return HandleOfMany(handles, finish, partial(self._explain, operation))
+    def _handle(self, handle: Handle[Any], finish: Callable[[Any], list[torch.Tensor]]) -> Handle[list[torch.Tensor]]:
+        self._layouts.keep(handle.operation, self._layout)
+        return DerivedHandle(handle, finish, partial(self._explain, handle.operation))
 
     def _explain(self, operation: Operation, error: Mismatch) -> str:
         """The tensor that differs from another agent's in the error; else a description of the tensors here."""
@@ -382,8 +384,9 @@ class _Bundle:
             f" and {more} more" if more > 0 else ""
         )
 
-    def _apart(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _apart(self, found: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
         results: list[torch.Tensor] = []
+        found = [found] if isinstance(found, torch.Tensor) else found
         pieces = {
             dtype: iter(torch.split(flat, [tensor.numel() for tensor in self.tensors if tensor.dtype == dtype]))
             for dtype, flat in zip(self._dtypes, found, strict=True)
@@ -404,7 +407,7 @@ class _Bundle:
 
     def _placed(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._out is None:
-            return [where(like, result) for result, like in zip(results, self.tensors, strict=True)]
+            return [on_device_of(like, result) for result, like in zip(results, self.tensors, strict=True)]
         for found, place in zip(results, self._out, strict=True):
             put(found, place)
         return list(self._out)
@@ -414,10 +417,6 @@ def _listed(op: str, argument: str, tensors: object) -> list[torch.Tensor]:
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(f"{op}: {argument} must be a list of tensors, not {type(tensors).__name__}")
     return list(tensors)
-
-
-def _numbered(name: str | None, number: int) -> str | None:
-    return f"{name}.{number}" if name is not None and number else name
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,9 @@ import torch
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
 from ..engine.discovery import submit_to_all
-from ..kernels.weighted_sum import copy
-from ..operations.operation import FusionSpec, Handle, Operation
-from ..operations.stage import BackendRequest, Exchange, Send, Steps
+from ..execution.operation import FusionSpec, Handle, Operation
+from ..execution.stage import BackendRequest, Exchange, Send, Steps
+from ..kernels.sums import copy
 from ..runtime.agent import Agent, StaticTopology, current
 from ..topology import Mixing
 from .arguments import WEIGHABLE, Result, channel_name, check_out, check_tensor, detached, payload, rotated, split_name
@@ -195,7 +195,9 @@ def _static(agent: Agent, static: StaticTopology | None) -> Mixing:
         return static.mixing
     if agent.machines.count == 1:
         return Mixing(0, 1.0)
-    raise ValueError(f"{OP}: no machine topology is set; call shoal.set_machine_topology(graph), or give the weights")
+    raise ValueError(
+        f"{OP}: no machine topology is set; call shoal.bluefog.set_machine_topology(graph), or give the weights"
+    )
 
 
 def _hierarchical(

@@ -18,10 +18,10 @@ import torch
 
 from ..arithmetic import complete, weighted_sum
 from ..compression import Compressor
-from ..engine.discovery import discover, submit_to_all
-from ..operations.devices import PublishedOnDevice
-from ..operations.operation import FailurePolicy, FusionSpec, Handle, Operation
-from ..operations.stage import NOTHING, Arrived, BackendRequest, Exchange, Send, Steps
+from ..engine.discovery import discover
+from ..execution.devices import PublishedOnDevice
+from ..execution.operation import FailurePolicy, FusionSpec, Handle, Operation
+from ..execution.stage import NOTHING, Arrived, BackendRequest, Exchange, Send, Steps
 from ..runtime.agent import Agent, current
 from ..topology import Mixing
 from .arguments import (
@@ -42,8 +42,8 @@ from .arguments import (
 from .device_ops import average as on_its_device
 from .encoded import Encoded, encoded_by_call
 from .fused_ops import copied, is_small
-from .robust import Robust, check_neighbours
-from .round_plan import FORMS, AgentEdges, Key, RoundPlan, make_plan
+from .robust_rules import Robust, check_neighbours
+from .round_plan import FORMS, AgentEdges, plan_of, submit_planned
 
 OP = "neighbor_allreduce"
 Weights = Mapping[int, float]
@@ -136,7 +136,7 @@ def neighbor_allreduce_nonblocking(
     group: Group | None = None,
     timeout: float | None = None,
 ) -> Handle[torch.Tensor]:
-    """:func:`neighbor_allreduce` without waiting: ``shoal.wait(handle)`` gives the result.
+    """:func:`shoal.neighbor_allreduce` without waiting: ``handle.wait()`` returns the result.
 
     The tensor is copied now, so it may change before the wait. ``out`` must not be touched until then. Small tensors
     that are submitted one after another are sent together: those on the static topology, and else those of calls with
@@ -197,7 +197,6 @@ def submit(
     robust: Robust | None = None,
     encoded: Callable[[Operation], Encoded] | None = None,
     speaks: bool | None = None,
-    op: str = OP,
     layout: int = 0,
     everybody: bool = True,
     members: CallerGroup = ALL,
@@ -217,26 +216,21 @@ def submit(
             agent's own tensor takes the weights of the lost ones; on a directed graph that biases the mean.
         robust: As for :func:`neighbor_allreduce`.
         encoded: Makes the compressed form that is sent, if not the tensor itself.
-        speaks: Where agents may be silent: this agent is not. A silent agent sends only a header, and its tensor counts
-            as zeros.
-        op: The name of the operation in errors.
+        speaks: None: every agent sends its tensor. Otherwise an agent may send only a header, which counts as zeros:
+            True if this agent sends its tensor in this round, False if only the header. All agents pass None, or none
+            does.
         layout: Digest of the joined tensors, if it is made of several.
         everybody: All agents call it, whatever their edges; else only agents that name each other, in push-pull.
         members: The callers; they include the ranks of a given round.
     """
-    tensor = check_tensor(op, tensor, WEIGHABLE, detach=out is not None)
+    tensor = check_tensor(OP, tensor, WEIGHABLE, detach=out is not None)
     if out is not None:
-        check_out(op, out, tensor.shape, tensor.dtype)
-    engine, plans = agent.engine, agent.plans
-    if name is not None and not isinstance(name, str):
-        channel_name(op, name)  # raises
-    key: Key = op, name, type(name), mixing, form, checked, everybody, members
-    plan: RoundPlan = plans.get(key) or make_plan(agent, plans, key)
-    if plan.in_stages:  # alone, it would not find out that this agent has not entered
-        engine.check_joined(op)
+        check_out(OP, out, tensor.shape, tensor.dtype)
+    engine = agent.engine
+    plan = plan_of(agent, OP, name, mixing, form, checked, everybody, members)
     if robust is not None:
         if not isinstance(robust, Robust):
-            raise TypeError(f"{op}: robust={robust!r} is no rule; take one of shoal.robust, such as FiniteOnly()")
+            raise TypeError(f"{OP}: robust={robust!r} is no rule; take one of shoal.robust, such as FiniteOnly()")
         whole = plan.form == "static" or replan is not None
         check_neighbours(agent, robust, plan.sources(agent), whole=whole)
     is_fused = fusible and plan.family is not None and is_small(tensor)
@@ -268,10 +262,7 @@ def submit(
     if is_fused:
         assert plan.family is not None
         begins = FusionSpec(tensor.view(-1), tuple(tensor.shape), out, steps, plan.family)
-    named, among = name is not None, members.ranks
-    if plan.in_stages:
-        return submit_to_all(engine, op, plan.channel, begins, timeout, named, among=among)
-    return engine.submit(op, plan.channel, begins, timeout, named, on_loss=FailurePolicy.SKIP_MISSING, among=among)
+    return submit_planned(agent, OP, plan, begins, timeout, name is not None, members.ranks)
 
 
 def mixing_of(
@@ -328,7 +319,7 @@ def mix_steps(
         published = engine.publish(operation, given, zero_copy=zero_copy, on_device=on_device)
     else:  # others may read only the message, which is made when the destinations are known
         published = engine.keep_unpublished(operation, given)
-    own_data = torch.zeros(tensor.numel(), dtype=tensor.dtype) if silent else published.data
+    own_data = torch.zeros(tensor.numel(), dtype=tensor.dtype, device="cpu") if silent else published.data
     shape, total = tuple(tensor.shape), own_data.numel()
     mixing, form, static = edges.mixing, edges.form, edges.static.mixing
     sources, destinations = mixing.sources, edges.destinations
@@ -349,7 +340,7 @@ def mix_steps(
     elif form == "pull within":
         destinations = yield from _readers(agent, operation, static, sources)
 
-    digest, digest_of = edges.digest, "topology, form or compression"
+    digest, digest_of = edges.digest, "topology, form, compression or place in its step"
     # The receivers still wait for one message from each source, so a silent agent sends them headers.
     if silent:
         nothing, destinations = [*destinations], {}
@@ -430,10 +421,60 @@ def _readers(
 ) -> Generator[Exchange, Arrived, dict[int, float]]:
     """Tell each static in-neighbour whether this agent will read from it; learn which out-neighbours will read here."""
     wanted = set(sources)
-    empty = agent.engine.publish(operation, torch.empty(0))
+    empty = agent.engine.publish(operation, torch.empty(0, device="cpu"))
     sends = [
         Send(rank, empty, 0, 0, (0,), 1.0 if rank in wanted else NOTHING)
         for rank in operation.left_of(static.source_ranks)
     ]
     arrived = yield Exchange(rotated(sends, agent), operation.left_of(static.destination_ranks), coordinates=True)
     return {rank: 1.0 for rank in sorted(arrived) if not arrived[rank].nothing}
+
+
+def pair_gossip(
+    tensor: torch.Tensor,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+    *,
+    timeout: float | None = None,
+) -> torch.Tensor:
+    """Average with one other agent; only the two take part. The result is detached.
+
+    Both agents of the pair call it with each other's rank. Calls are counted for each pair separately.
+
+    Args:
+        tensor: As for :func:`neighbor_allreduce`.
+        target_rank: The other agent.
+        self_weight, pair_weight: ``self_weight x + pair_weight x_other``; the mean of the two if neither is given.
+        name: Matches the calls of the two agents; unnamed calls match by their order.
+        timeout: Seconds until the deadline.
+    """
+    return pair_gossip_nonblocking(tensor, target_rank, self_weight, pair_weight, name, timeout=timeout).wait()
+
+
+def pair_gossip_nonblocking(
+    tensor: torch.Tensor,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+    *,
+    timeout: float | None = None,
+) -> Handle[torch.Tensor]:
+    """:func:`shoal.pair_gossip` without waiting."""
+    op = "pair_gossip"
+    agent = current(op)
+    tensor = check_tensor(op, tensor, WEIGHABLE)
+    if (self_weight is None) != (pair_weight is None):
+        raise ValueError(f"{op}: give both self_weight and pair_weight, or neither (the mean)")
+    own, other = (0.5, 0.5) if self_weight is None or pair_weight is None else (self_weight, pair_weight)
+    mixing = Mixing(agent.rank, own, {target_rank: other}, [target_rank], size=agent.size)
+    low, high = sorted((agent.rank, int(target_rank)))
+    channel = f"{channel_name(op, name)} of ranks {low} and {high}"
+    edges = AgentEdges.of(agent, mixing, "push-pull", agent.topology, (low, high))
+
+    def steps(operation: Operation) -> Steps[torch.Tensor]:
+        return mix_steps(agent, operation, tensor, edges, None)
+
+    return agent.engine.submit(op, channel, steps, timeout, name is not None, on_loss=FailurePolicy.SKIP_MISSING)

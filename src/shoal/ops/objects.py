@@ -12,10 +12,10 @@ import torch
 from ..dtensors import local, parts_of_state, spread_as
 from ..engine.discovery import submit_to_all
 from ..errors import Mismatch, NotFinite
-from ..operations.operation import Handle, Operation
-from ..operations.stage import Steps
+from ..execution.operation import Handle, Operation
+from ..execution.stage import Steps
 from ..runtime.agent import current
-from ..transport.wire import MOVABLE
+from ..transport.messages import MOVABLE
 from . import safe_serialization
 from .arguments import Group, Internal, as_ranks, caller_group, check_dense, check_out, check_tensor, detached, put
 from .collective import allreduce_nonblocking_, as_root, broadcast_nonblocking_, broadcast_steps, gather_by_rank
@@ -195,12 +195,11 @@ def _exchange(
         check_out(op, tensor, tensor.shape, tensor.dtype)
         place = _place(tensor) if tensor.numel() else name
         tied = first.setdefault(place, name)
-        description = f"{list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
-        aliases.append(f"{name!r} ({description}{'' if tied == name else f', tied to {tied!r}'})")
+        aliases.append(f"{name!r} ({shape_of(tensor)}{'' if tied == name else f', tied to {tied!r}'})")
         if tied == name and tensor.numel():
             distinct.append((name, tensor))
     # Which tensors overlap may differ between agents, and the batches must not.
-    if _agree(op, aliases, _overlap([tensor for _, tensor in distinct]), group, timeout):
+    if agree_on_tensors(op, aliases, _overlap([tensor for _, tensor in distinct]), group, timeout):
         for name, tensor in distinct:
             start(tensor, f"{op}.{name}").wait()
         return
@@ -264,15 +263,26 @@ def bytes_spanned(tensor: torch.Tensor) -> tuple[int, int]:
     return begin * tensor.element_size(), (last + 1) * tensor.element_size()
 
 
-def _agree(op: str, aliases: list[str], overlap: bool, group: Group | None, timeout: float | None) -> bool:
-    """Whether tensors overlap on any agent; the same result on all.
+def shape_of(tensor: torch.Tensor) -> str:
+    """A tensor's shape and dtype, for errors."""
+    return f"{list(tensor.shape)}, {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def agree_on_tensors(
+    op: str,
+    descriptions: list[str],
+    overlap: bool = False,
+    group: Group | None = None,
+    timeout: float | None = None,
+) -> bool:
+    """Whether tensors overlap on any agent; the same result on all. For calls of several rounds, before these begin.
 
     Raises:
-        Mismatch: The agents have different tensors; without it some would wait for the others.
+        Mismatch: The agents have different tensors. Without it the counts of their rounds would differ for good.
     """
     agent = current(op)
-    text = ("\n" + "\n".join(aliases)).encode()
-    digest = torch.tensor([zlib.crc32(text), len(text), overlap])
+    text = ("\n" + "\n".join(descriptions)).encode()
+    digest = torch.tensor([zlib.crc32(text), len(text), overlap], device="cpu")
     digests = gather_by_rank(digest, Internal(f"{op}: what there is"), group=group, timeout=timeout)
     if all(torch.equal(received[:2], digest[:2]) for received in digests.values()):
         return any(bool(received[2]) for received in digests.values())
@@ -348,9 +358,9 @@ def InferDestinationFromSourceRanks(
 def _infer(op: str, argument: str, ranks: Iterable[int], construct: bool) -> list[int] | tuple[list[int], torch.Tensor]:
     agent = current(op)
     given = as_ranks(op, argument, ranks, agent.rank, agent.size)
-    row = torch.zeros(agent.size)
+    row = torch.zeros(agent.size, device="cpu")
     row[list(given)] = 1.0
-    rows = torch.zeros(agent.size, agent.size)  # a lost agent has no edges
+    rows = torch.zeros(agent.size, agent.size, device="cpu")  # a lost agent has no edges
     for rank, theirs in gather_by_rank(row, Internal(op)).items():
         rows[rank] = theirs
     sends = rows if argument == "dst_ranks" else rows.T  # sends[i, j]: i sends to j
@@ -358,5 +368,5 @@ def _infer(op: str, argument: str, ranks: Iterable[int], construct: bool) -> lis
     found = [int(rank) for rank in other.nonzero().view(-1)]
     if not construct:
         return found
-    sends = sends + torch.eye(agent.size)
+    sends = sends + torch.eye(agent.size, device="cpu")
     return found, sends / sends.sum(dim=0, keepdim=True)

@@ -22,9 +22,9 @@ from math import isqrt
 import torch
 
 from ..arithmetic import complete, machines_among, places_by_machine, reduce
-from ..kernels.weighted_sum import copy, real
-from ..operations.operation import FailurePolicy, Handle, Operation
-from ..operations.stage import MORE, Arrived, BackendRequest, Exchange, Send, Steps
+from ..execution.operation import FailurePolicy, Handle, Operation
+from ..execution.stage import MORE, Arrived, BackendRequest, Exchange, Send, Steps
+from ..kernels.sums import copy, real
 from ..runtime.agent import Agent
 from ..transport.link import Published
 from .arguments import LAYOUT, Result, channel_name, payload, rotated
@@ -114,7 +114,7 @@ def _with_each_other(
 
 
 _TERMS, _RESULTS = 0, 1
-"""The stages."""
+"""The stages, from the first one of the reduction on."""
 
 
 def shares(total: int, count: int) -> list[tuple[int, int]]:
@@ -141,6 +141,7 @@ def reduced_by_owners(
     others'.
 
     Args:
+        operation: It may have passed other stages, as many on all agents.
         shape: The shape of the whole tensor.
         owners: Ranks of the group, ascending; each owns a share, as :func:`shares` cuts them.
         layout: Digest of the joined tensors, if it is made of several.
@@ -149,6 +150,7 @@ def reduced_by_owners(
     digest = layout if alone else layout or shape_digest(shape)
     digest_of = LAYOUT if alone or layout else "shape"
     sends = terms_for(agent, published, shape, owners)
+    first = operation.stages_passed
     if agent.rank not in owners:
         # One stage: the owners receive these messages in the first of their two stages.
         arrived = yield Exchange(
@@ -158,8 +160,8 @@ def reduced_by_owners(
             shape if alone else None,
             digest=digest,
             digest_of=digest_of,
-            stage=_RESULTS,
-            early=_RESULTS - _TERMS,
+            stage=first + _RESULTS,
+            stage_lead=_RESULTS - _TERMS,
         )
         return None, arrived
     start, stop = shares(published.data.numel(), len(owners))[owners.index(agent.rank)]
@@ -167,7 +169,14 @@ def reduced_by_owners(
     others = [rank for rank in group if rank != agent.rank]
     carried = BackendRequest(members(agent, operation, group)) if len(owners) == len(group) else None
     arrived = yield Exchange(
-        sends, others, published.data.dtype, part, digest=digest, digest_of=digest_of, stage=_TERMS, carried=carried
+        sends,
+        others,
+        published.data.dtype,
+        part,
+        digest=digest,
+        digest_of=digest_of,
+        stage=first + _TERMS,
+        carried=carried,
     )
     share = yield from share_of(agent, operation, published.data[start:stop], how, group, arrived)
     results = [Send(rank, share, 0, stop - start, part) for rank in others]
@@ -177,7 +186,7 @@ def reduced_by_owners(
         published.data.dtype,
         digest=digest,
         digest_of=digest_of,
-        stage=_RESULTS,
+        stage=first + _RESULTS,
         carried=carried,
     )
     return share, arrived
@@ -272,7 +281,7 @@ def reduce_scatter(
     shape: tuple[int, ...],
     how: str,
     group: Sequence[int],
-    layout: int = 0,
+    layout: int,
 ) -> Steps[Published]:
     """This agent's share of the reduction of what each agent of ``group`` published, where all are owners."""
     start, stop = shares(published.data.numel(), len(group))[group.index(agent.rank)]
@@ -306,7 +315,7 @@ def submit_shares(
     whole: torch.Tensor,
     cut: Mapping[int, tuple[int, int]],
     name: str,
-    layout: int = 0,
+    layout: int,
 ) -> Handle[torch.Tensor]:
     """Start to copy the shares of several agents into a tensor, which must not be touched until the call has ended.
 

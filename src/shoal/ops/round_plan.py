@@ -7,13 +7,16 @@ when that changes, or the membership.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from ..operations.operation import Family, Operation
+from ..engine.discovery import submit_to_all
+from ..execution.operation import FailurePolicy, Family, FusionSpec, Handle, Operation
+from ..execution.stage import Steps
 from ..runtime.agent import Agent, StaticTopology
 from ..topology import Mixing
-from .arguments import ALL, CallerGroup
+from .arguments import ALL, CallerGroup, channel_name
 from .fused_ops import DiscoveryFamily, NeighborFamily
 
 MOST_PLANS = 1024
@@ -23,6 +26,7 @@ FORMS = {"static": 0, "push within": 1}
 IN_STAGES = ("push", "pull", "pull within")
 """The forms that begin with sender discovery."""
 
+T = TypeVar("T")
 Key = tuple[str, str | None, type, Mixing | None, str, bool, bool, CallerGroup]
 """The operation, the name and its type, the round (None: the static topology) and its form, ``checked``, ``everybody``
 and ``members`` of :func:`~.neighbor.submit`."""
@@ -38,7 +42,7 @@ class AgentEdges:
         static: The static topology.
         destinations: Those of ``mixing``, with their scales, in the order in which they are served.
         digest: The digest of the static topology and the form, if both sides have to agree on them.
-        among: The ranks that take part, in the format of :class:`~shoal.operations.operation.BackendRequest`.
+        among: The ranks that take part, in the format of :class:`~shoal.execution.stage.BackendRequest`.
     """
 
     mixing: Mixing
@@ -113,7 +117,44 @@ class RoundPlan:
         size, form = agent.size, self.form
         if form in ("push", "pull") or (form == "push-pull" and self._everybody):
             return () if operation.among is None else tuple(operation.callers(size))
-        return None if form == "push-pull" else static.members(operation.left_of(range(size)))
+        return None if form == "push-pull" else static.component(operation.left_of(range(size)))
+
+
+def plan_of(
+    agent: Agent,
+    op: str,
+    name: str | None,
+    mixing: Mixing | None,
+    form: str,
+    checked: bool,
+    everybody: bool,
+    members: CallerGroup,
+) -> RoundPlan:
+    """The plan of a call; for the arguments see :func:`~.neighbor.submit`. Raises as :func:`make_plan`."""
+    plans = agent.plans
+    if name is not None and not isinstance(name, str):
+        channel_name(op, name)  # raises
+    key: Key = op, name, type(name), mixing, form, checked, everybody, members
+    plan: RoundPlan = plans.get(key) or make_plan(agent, plans, key)
+    if plan.in_stages:  # without this check, an isolated agent's collective would end with its own tensor alone
+        agent.engine.check_joined(op)
+    return plan
+
+
+def submit_planned(
+    agent: Agent,
+    op: str,
+    plan: RoundPlan,
+    steps: Callable[[Operation], Steps[T]] | FusionSpec,
+    timeout: float | None,
+    named: bool,
+    among: Sequence[int] | None,
+) -> Handle[T]:
+    """Begin the operation of a call. If it has no sender discovery, it continues after a loss without the lost."""
+    if plan.in_stages:
+        return submit_to_all(agent.engine, op, plan.channel, steps, timeout, named, among=among)
+    policy = FailurePolicy.SKIP_MISSING
+    return agent.engine.submit(op, plan.channel, steps, timeout, named, on_loss=policy, among=among)
 
 
 def make_plan(agent: Agent, plans: dict[Key, RoundPlan], key: Key) -> RoundPlan:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..transport.wire import MAX_DIMENSIONS
+from ..transport.messages import MAX_DIMENSIONS
 
 MOST_DEPTH = 100
 """The limit of the nesting of objects."""
@@ -54,7 +54,7 @@ def write(value: object, name: str = "value") -> torch.Tensor:
     writer = _DataWriter(name)
     text = json.dumps(writer.as_data(value), separators=(",", ":"), allow_nan=False).encode("ascii")
     begin = _LENGTH.size + len(text)
-    message = torch.empty(begin + sum(map(_nbytes, writer.tensors)), dtype=torch.uint8)
+    message = torch.empty(begin + sum(map(_nbytes, writer.tensors)), dtype=torch.uint8, device="cpu")
     message[:begin] = torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text), dtype=torch.uint8)
     for tensor in writer.tensors:
         end = begin + _nbytes(tensor)
@@ -340,13 +340,13 @@ class _DataReader:
                 f"a tensor {_shortened(list(shape))} of {name} needs {nbytes} bytes; there are only "
                 f"{self._message.numel() - self.at}"
             )
-        flat = torch.empty(nbytes, dtype=torch.uint8)
+        flat = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         flat.copy_(self._message[self.at : self.at + nbytes])
         self.at += nbytes
         if dtype == torch.bool and (flat > 1).any():
             raise NotPlain("a tensor of bool has other bytes than 0 and 1")
         # An empty tensor's sizes are not worth bytes, and their product may be more than torch can count.
-        dense = flat.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+        dense = flat.view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype, device="cpu")
         tensor = dense.permute(_inverse(order))
         if kind == "parameter":
             tensor = torch.nn.Parameter(tensor, requires_grad)

@@ -1,4 +1,4 @@
-"""The point at which all present agents admit joining agents, and send them the state they need."""
+"""Admits joining agents, at one call of all members, and sends them the state of the job."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from .._signals import deferred
 from ..arithmetic import complete
 from ..engine.discovery import submit_to_all
 from ..errors import NONSENSE, DeadlineExceeded, Mismatch, PeerLost, ShoalError
+from ..execution.backend_stages import CollectiveBackend
+from ..execution.control_messages import parsed_counts
+from ..execution.operation import FailurePolicy, Operation
+from ..execution.stage import Exchange, Send, Steps
 from ..fault_tolerance.rejoin import JoiningPeer
-from ..operations.backend_stages import CollectiveBackend
-from ..operations.control_messages import parsed_counts
-from ..operations.operation import FailurePolicy, Operation
-from ..operations.stage import Exchange, Send, Steps
 from ..runtime.agent import Agent
 from . import safe_serialization
 from .arguments import Internal, channel_name, payload
-from .collective import gather_by_rank, parts_of_all
+from .collective import complete_parts_of_all, gather_by_rank, parts_of_all
 
-Found = tuple[Mapping[int, JoiningPeer], dict[str, int]]
+Admission = tuple[Mapping[int, JoiningPeer], dict[str, int]]
+"""The admitted agents, and the number of rounds begun, by name."""
 CRC_BYTES = 4
 
 
-def let_in(agent: Agent, timeout: float | None = None) -> tuple[int, ...]:
-    """Admit the agents that have asked any present agent. All present agents call it; all get the same ranks,
-    ascending.
+def admit_joining_agents(agent: Agent, timeout: float | None = None) -> tuple[int, ...]:
+    """Admit the agents that have requested it from any member. All members call it; all get the same ranks, ascending.
 
     The admitted agents are full members when it returns.
     """
-    asking = torch.tensor([len(agent.engine.joining_peers())])
+    asking = torch.tensor([len(agent.engine.joining_peers())], device="cpu")
     asks = gather_by_rank(asking, Internal("entry: who asks"), timeout=timeout, by_links=True)
     if not any(int(count) for count in asks.values()):
         return ()
@@ -50,14 +50,14 @@ def let_in(agent: Agent, timeout: float | None = None) -> tuple[int, ...]:
 
 
 def _quiesce(agent: Agent, backend: CollectiveBackend, timeout: float | None) -> None:
-    """The backend runs collective rounds in the background, and joining agents know of none in progress. All scripts
-    are in this call now, so none of them waits for a round. Rounds that an agent has begun are finished, and no other
-    begins before all have admitted the same agents.
+    """Finish the backend's rounds that an agent has begun, and begin no other before all have admitted the same agents.
+
+    A joining agent knows of no round in progress. All scripts are in this call now, so none of them waits for a round.
     """
     engine, name = agent.engine, "entry: how far all are"
     with engine.lock:
         begun = backend.quiesce()
-    counts = gather_by_rank(torch.tensor([begun]), Internal(name), timeout=timeout, by_links=True)
+    counts = gather_by_rank(torch.tensor([begun], device="cpu"), Internal(name), timeout=timeout, by_links=True)
     with engine.lock:
         backend.quiesce(max(int(count) for count in counts.values()))
     seconds = engine.timeout if timeout is None else timeout
@@ -74,28 +74,29 @@ def _quiesce(agent: Agent, backend: CollectiveBackend, timeout: float | None) ->
 
 
 def _admit(agent: Agent, timeout: float | None) -> tuple[int, ...]:
-    entry = agent.engine.rejoin
+    rejoin = agent.engine.rejoin
 
-    def steps(operation: Operation) -> Steps[Found]:
-        entry.admit_after(operation)
-        asking = {rank: peer.as_data() for rank, peer in entry.asking().items()}
-        content = json.dumps({"asking": asking, "begun": entry.begun()}).encode()
+    def steps(operation: Operation) -> Steps[Admission]:
+        rejoin.admit_after(operation)
+        # All members are in this call before one of them holds its gate. Otherwise the script of another member might
+        # wait, on its way to this call, for an operation that this agent has not begun.
+        yield from parts_of_all(agent, operation, torch.empty(0, device="cpu"), by_links=True)
+        asking = {rank: peer.as_data() for rank, peer in rejoin.joining_peers().items()}
+        content = json.dumps({"asking": asking, "begun": rejoin.hold()}).encode()
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        parts = yield from parts_of_all(agent, operation, data, by_links=True)
-        yield from complete([message.payload for _, message in parts if message.payload is not None])
-        found: dict[int, JoiningPeer] = {}
+        parts = yield from complete_parts_of_all(agent, operation, data, by_links=True)
+        admitted: dict[int, JoiningPeer] = {}
         begun: dict[str, int] = {}
-        for rank, message in parts:
-            assert message.payload is not None
-            _add(found, begun, rank, bytes(message.payload.data.numpy()), operation)
-        return found, begun
+        for rank, part in parts.items():
+            _add(admitted, begun, rank, bytes(part.numpy()), operation)
+        return admitted, begun
 
     name = channel_name("entry", Internal("entry"))
-    found, _ = submit_to_all(agent.engine, "entry", name, steps, timeout).wait()
-    return tuple(sorted(found))
+    admitted, _ = submit_to_all(agent.engine, "entry", name, steps, timeout).wait()
+    return tuple(sorted(admitted))
 
 
-def _add(found: dict[int, JoiningPeer], begun: dict[str, int], rank: int, text: bytes, operation: Operation) -> None:
+def _add(admitted: dict[int, JoiningPeer], begun: dict[str, int], rank: int, text: bytes, operation: Operation) -> None:
     """Add the joining agents that one agent knows, and its round counts."""
     try:
         content = json.loads(text)
@@ -107,14 +108,14 @@ def _add(found: dict[int, JoiningPeer], begun: dict[str, int], rank: int, text: 
     for name, count in counts.items():
         begun[name] = max(count, begun.get(name, 0))
     for other, peer in asking.items():
-        if other not in operation.left_of([other]) and (
-            other not in found or found[other].place.incarnation < peer.place.incarnation
-        ):
-            found[other] = peer
+        known = admitted.get(other)
+        # Only a rank that the plan excludes can be admitted. Of several starts of an agent, the last one is alive.
+        if other in operation.excluded_ranks and (known is None or known.place.incarnation < peer.place.incarnation):
+            admitted[other] = peer
 
 
-def hand_over(agent: Agent, state: Callable[[], Any] | None, timeout: float | None = None) -> Any:
-    """Send each admitted agent the state of an agent that was present before. All call it.
+def transfer_state(agent: Agent, state: Callable[[], Any] | None, timeout: float | None = None) -> Any:
+    """Send each admitted agent the state of a donor, which was a member before. All members call it.
 
     Args:
         agent: The caller.
@@ -128,46 +129,48 @@ def hand_over(agent: Agent, state: Callable[[], Any] | None, timeout: float | No
         PeerLost: No agent that has the state is left.
         ShoalError: The state could not be made, or was received damaged.
     """
-    found: Any = None
-    needs, came = state is None, None
+    received: Any = None
+    needs, written = state is None, None
     while True:
-        flags = gather_by_rank(torch.tensor([needs]), Internal("entry: who needs a state"), timeout=timeout)
-        needy = [rank for rank, flag in flags.items() if flag]
-        givers = [rank for rank in flags if rank not in needy]
-        if not needy:
-            return found
-        if not givers:
-            raise PeerLost(f"rank {agent.rank}: nobody is left who could hand over the state of the run", needy)
-        giver_of = {rank: _giver(agent, rank, givers) for rank in needy}
-        if agent.rank in giver_of.values() and came is None:
+        flags = gather_by_rank(
+            torch.tensor([needs], device="cpu"), Internal("entry: who needs a state"), timeout=timeout
+        )
+        receivers = [rank for rank, flag in flags.items() if flag]
+        donors = [rank for rank in flags if rank not in receivers]
+        if not receivers:
+            return received
+        if not donors:
+            raise PeerLost(f"rank {agent.rank}: nobody is left who could hand over the state of the run", receivers)
+        donor_of = {rank: _donor(agent, rank, donors) for rank in receivers}
+        if agent.rank in donor_of.values() and written is None:
             assert state is not None
-            came = _written(state)
-        sent = _sent(agent, giver_of, came, timeout)
-        if needs and sent is not None:  # and should another giver die, this agent has it, too
-            found, came, needs = _read(agent, sent), sent, False
+            written = _written(state)
+        arrived = _exchange_state(agent, donor_of, written, timeout)
+        if needs and arrived is not None:  # from now on this agent is a donor as well, if another one is lost
+            received, written, needs = _read(agent, arrived), arrived, False
 
 
-def _giver(agent: Agent, needy: int, givers: list[int]) -> int:
-    """A neighbour, if one is there; not the same for all."""
-    near = sorted(rank for rank in givers if agent.topology.graph.has_edge(rank, needy)) or givers
-    return near[needy % len(near)]
+def _donor(agent: Agent, receiver: int, donors: list[int]) -> int:
+    """A neighbour of the receiver, if one is a donor; not the same for all receivers."""
+    near = sorted(rank for rank in donors if agent.topology.graph.has_edge(rank, receiver)) or donors
+    return near[receiver % len(near)]
 
 
-def _sent(
-    agent: Agent, giver_of: Mapping[int, int], written: torch.Tensor | None, timeout: float | None
+def _exchange_state(
+    agent: Agent, donor_of: Mapping[int, int], written: torch.Tensor | None, timeout: float | None
 ) -> torch.Tensor | None:
     """Send each admitted agent the state of its donor, ``written`` here. Returns the received state; None if this agent
     receives none, or if the donor was lost.
     """
     rank = agent.rank
-    takers = [other for other, giver in giver_of.items() if giver == rank]
+    receivers = [other for other, donor in donor_of.items() if donor == rank]
 
     def steps(operation: Operation) -> Steps[torch.Tensor | None]:
         sends = []
-        if takers and written is not None:
+        if receivers and written is not None:
             published = agent.engine.publish(operation, written)
-            sends = [Send(other, published, 0, len(written), (len(written),)) for other in takers]
-        sources = [giver_of[rank]] if rank in giver_of else []
+            sends = [Send(other, published, 0, len(written), (len(written),)) for other in receivers]
+        sources = [donor_of[rank]] if rank in donor_of else []
         arrived = yield Exchange(sends, sources, torch.uint8)
         for source in sources:
             if source in arrived:
@@ -188,8 +191,8 @@ def _written(state: Callable[[], Any]) -> torch.Tensor:
     return torch.cat([torch.frombuffer(bytearray(checksum), dtype=torch.uint8), data])
 
 
-def _read(agent: Agent, came: torch.Tensor) -> Any:
-    checksum, data = bytes(came[:CRC_BYTES].numpy()), came[CRC_BYTES:]
+def _read(agent: Agent, received: torch.Tensor) -> Any:
+    checksum, data = bytes(received[:CRC_BYTES].numpy()), received[CRC_BYTES:]
     if crc32(data.numpy()).to_bytes(CRC_BYTES, "little") != checksum:  # type: ignore[arg-type]
         raise ShoalError(f"rank {agent.rank}: the state that was handed over was changed on the way", (agent.rank,))
     content = safe_serialization.read(data)

@@ -1,29 +1,19 @@
 """Decentralized training of any PyTorch model: wrap the optimizer, keep the loop."""
 
 from .._lazy_import import public_names as _public_names
-from ..data import AgentSampler as AgentSampler
-from ..data import dirichlet_shards as dirichlet_shards
 from .adam import AccumAdamW as AccumAdamW
 from .adam import OneBitAdam as OneBitAdam
-from .bluefog import DistributedAdaptThenCombineOptimizer as DistributedAdaptThenCombineOptimizer
-from .bluefog import DistributedAdaptWithCombineOptimizer as DistributedAdaptWithCombineOptimizer
-from .bluefog import DistributedADPSGDOptimizer as DistributedADPSGDOptimizer
-from .bluefog import DistributedAllreduceOptimizer as DistributedAllreduceOptimizer
-from .bluefog import DistributedGradientAllreduceOptimizer as DistributedGradientAllreduceOptimizer
-from .bluefog import (
-    DistributedHierarchicalNeighborAllreduceOptimizer as DistributedHierarchicalNeighborAllreduceOptimizer,
-)
-from .bluefog import DistributedNeighborAllreduceOptimizer as DistributedNeighborAllreduceOptimizer
-from .bluefog import DistributedPullGetOptimizer as DistributedPullGetOptimizer
-from .bluefog import DistributedPushSumOptimizer as DistributedPushSumOptimizer
-from .bluefog import DistributedWinPutOptimizer as DistributedWinPutOptimizer
+from .asynchronous import DistributedADPSGDOptimizer as DistributedADPSGDOptimizer
+from .asynchronous import DistributedPullGetOptimizer as DistributedPullGetOptimizer
+from .asynchronous import DistributedPushSumOptimizer as DistributedPushSumOptimizer
+from .asynchronous import DistributedWinPutOptimizer as DistributedWinPutOptimizer
 from .checkpoints.checkpoint import Checkpoint as Checkpoint
-from .mean_model import consensus as consensus
-from .mean_model import consensus_distance as consensus_distance
-from .mean_model import save as save
-from .metric import Metric as Metric
-from .metric import Metrics as Metrics
-from .metric import metrics as metrics
+from .evaluation import Metric as Metric
+from .evaluation import Metrics as Metrics
+from .evaluation import consensus as consensus
+from .evaluation import consensus_distance as consensus_distance
+from .evaluation import metrics as metrics
+from .evaluation import save as save
 from .optimizer import DecentralizedOptimizer as DecentralizedOptimizer
 from .settings import CommunicationType as CommunicationType
 from .settings import Settings as Settings

@@ -23,7 +23,20 @@ def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: 
         raise ValueError(f"eps={eps}, weight_decay={weight_decay}: pass a small number above 0, and 0 or more")
 
 
-class AccumAdamW(torch.optim.Optimizer):
+class _OfRealParameters(torch.optim.Optimizer):
+    """Refuses complex parameters, whose gradients it would square as complex numbers."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if any(param.is_complex() for param in self.param_groups[-1]["params"]):
+            self.param_groups.pop()
+            raise ValueError(
+                f"{type(self).__name__} takes no complex parameters; give torch.view_as_real(parameter), or use "
+                "torch.optim.Adam"
+            )
+
+
+class AccumAdamW(_OfRealParameters):
     """AdamW whose moments take in the mean of ``accumulate`` gradients at a time, for agents that average parameters.
 
         adam = shoal.optim.AccumAdamW(model.parameters(), lr=1e-3, accumulate=shoal.size())
@@ -91,7 +104,7 @@ class AccumAdamW(torch.optim.Optimizer):
         if grad.is_sparse:
             raise RuntimeError("AccumAdamW takes no sparse gradients; use embeddings with sparse=False")
         if not own:
-            own["step"] = torch.tensor(0.0)
+            own["step"] = torch.tensor(0.0, device="cpu")
             own["exp_avg"], own["exp_avg_sq"], own["sum"] = (torch.zeros_like(param) for _ in range(3))
         own["step"] += 1
         step, m, v, b = int(own["step"]), own["exp_avg"], own["exp_avg_sq"], own["sum"]
@@ -108,11 +121,12 @@ class AccumAdamW(torch.optim.Optimizer):
             b.zero_()
 
 
-class OneBitAdam(torch.optim.Optimizer):
+class OneBitAdam(_OfRealParameters):
     """Adam that fixes its second moment after some steps, so that the averaged momentum may be compressed to one bit.
 
         adam = shoal.optim.OneBitAdam(model.parameters(), lr=1e-3, warmup=500)
-        optimizer = shoal.optim.DistributedGradientAllreduceOptimizer(adam, model, compression=shoal.compression.Sign())
+        gradients = shoal.algorithms.ParallelGradientDescent(1.0)
+        optimizer = shoal.DecentralizedOptimizer(adam, model, gradients, compression=shoal.compression.Sign())
 
     The square of a coarsely compressed gradient is of little use, and the second moment hardly changes after the first
     part of a training. So for ``warmup`` steps this is Adam, on the mean of uncompressed gradients:
@@ -168,7 +182,7 @@ class OneBitAdam(torch.optim.Optimizer):
             beta = group["betas"][0]
             for param in group["params"]:
                 own, grad = self.state.get(param, {}), param.grad
-                if grad is None and not own:
+                if not param.requires_grad or (grad is None and not own):  # a frozen one stays, whatever its momentum
                     continue
                 grad = torch.zeros_like(param) if grad is None or overflowed else self._decayed(param, group)
                 param.grad = grad.mul_(1 - beta)

@@ -24,7 +24,7 @@ from ..topology.schedule import Schedule
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.buckets import Bucket
 from .malloc_trimming import keep_freed_memory_of_threads
-from .strategies import DuringBackward, InnerStep, StepStrategy
+from .steps import DuringBackward, InnerStep, StepStrategy
 from .topologies import STATIC, topology_of
 
 
@@ -74,8 +74,10 @@ class LearningRates:
         found = [last / first if first else 0.0 for first, last in zip(self._first, self._last, strict=True)]
         if len(set(found)) == 1:
             return found[0]
-        lengths = torch.tensor([local(param).numel() for param in bucket.params])
-        return torch.tensor(found, dtype=bucket.flat.dtype).repeat_interleave(lengths).to(bucket.flat.device)
+        lengths = torch.tensor([local(param).numel() for param in bucket.params], device="cpu")
+        return (
+            torch.tensor(found, dtype=bucket.flat.dtype, device="cpu").repeat_interleave(lengths).to(bucket.flat.device)
+        )
 
     def exchanged(self) -> None:
         """An exchange has taken in all local steps: forget their rates."""
@@ -267,6 +269,7 @@ class Equation(StepStrategy):
             part.note_rates()
         if not elsewhere:
             local()
+        self._count_round()
         for part in parts:
             self._advance(part, self._moved_there if elsewhere else _moved)
         self._end(parts)
@@ -280,6 +283,7 @@ class Equation(StepStrategy):
         """A step with a gradient of zero, or with the local steps that no exchange has taken in yet."""
         parts = self._begin()
         self.check_that_it_can_follow()
+        self._count_round()
         for part in parts:
             part.note_rates()
             self._advance(part, _moved)
@@ -289,7 +293,7 @@ class Equation(StepStrategy):
         if self._elsewhere:
             raise ValueError(
                 f"{type(self._algorithm).__name__} takes its gradient at points that it chooses, and an agent without "
-                "batches has none there. Deal out equally many batches (shoal.AgentSampler)"
+                "batches has none there. Deal out equally many batches (shoal.data.AgentSampler)"
             )
 
     @property
@@ -333,12 +337,16 @@ class Equation(StepStrategy):
 
     def _advance(self, part: BucketStep, moved: MovedBy) -> None:
         try:
-            part.step(self._bucket_exchange.rounds, moved)
+            part.step(self._bucket_exchange.rounds - 1, moved)
         except Mismatch as error:
             raise self._bucket_exchange.explained(error, part.mix.operation) from None
 
-    def _end(self, parts: list[BucketStep]) -> None:
+    def _count_round(self) -> None:
+        # Before the exchange: one that fails on some agents only has to count on all, or their later rounds would
+        # have other edges and other random numbers.
         self._bucket_exchange.rounds += 1
+
+    def _end(self, parts: list[BucketStep]) -> None:
         for part in parts:
             part.settle()
 
@@ -367,9 +375,21 @@ class Equation(StepStrategy):
 
     def state(self) -> dict[str, Any]:
         if not self._parts:
-            return {"parts": [dict(saved) for saved in self._saved]} if self._saved else {}
+            saved = {"algorithm": _kind_of(self._algorithm), "parts": [dict(part) for part in self._saved]}
+            return saved if self._saved else {}
         named = zip(self._layout, self._parts, strict=True)
-        return {"parts": [part.state() | {"params": names} for names, part in named]}
+        parts = [part.state() | {"params": names} for names, part in named]
+        return {"algorithm": _kind_of(self._algorithm), "parts": parts}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        # Memories of different algorithms may have the same form, and one would silently be taken for the other.
+        own = _kind_of(self._algorithm)
+        saved = state.get("algorithm", own)
+        if state.get("parts") and saved != own:
+            raise ValueError(
+                f"{self._name}: the state has the memory of {saved}, and this optimizer steps by {own}. Load it with "
+                "the algorithm that it was saved with; to change the algorithm, load the model alone"
+            )
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._mix, self._parts, self._saved = None, [], list(state.get("parts", []))
@@ -392,11 +412,13 @@ class EquationDuringBackward(DuringBackward, Equation):
 
     def begin_pass(self) -> None:
         if self._under_way and not self._backward.armed:  # a signal has ended the step that waited for them
-            self._arrive()
+            self._finish_exchange()
         self._begin()
         super().begin_pass()
 
-    def _leave(self, number: int) -> None:
+    def _start_bucket(self, number: int) -> None:
+        if not self._under_way:
+            self._count_round()
         part = self._parts[number]
         part.note_rates()
         self._local(part.bucket.params)
@@ -412,7 +434,7 @@ class EquationDuringBackward(DuringBackward, Equation):
         except BaseException as error:
             self._failed[number] = error
 
-    def _arrive(self) -> None:
+    def _finish_exchange(self) -> None:
         self._await()
         failed, self._failed = self._failed, {}
         if failed:
@@ -437,6 +459,12 @@ class EquationDuringBackward(DuringBackward, Equation):
     def close(self) -> None:
         self._await()
         super().close()
+
+
+def _kind_of(algorithm: Algorithm) -> str:
+    """The name of an algorithm's class, and of the one that it wraps."""
+    inner, own = getattr(algorithm, "algorithm", None), type(algorithm).__name__
+    return f"{own}({_kind_of(inner)})" if isinstance(inner, Algorithm) else own
 
 
 def _moved(part: BucketStep, at: torch.Tensor) -> torch.Tensor:

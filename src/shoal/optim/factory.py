@@ -21,12 +21,12 @@ from dataclasses import replace
 import networkx as nx
 import torch
 
-from ..algorithms.algorithm import Algorithm, check_algorithm
+from ..algorithms.algorithm import Algorithm
 from ..algorithms.compressed import ChocoSGD, DeepSqueeze
 from ..algorithms.gradient_descent import GradientDescent, ParallelGradientDescent
 from ..algorithms.matrices import PowerGossip
 from ..compression import Compressor, LowRank, Shrunk, Zstd
-from ..compression.draws import Redrawn
+from ..compression.random_numbers import Redrawn
 from ..runtime.agent import current
 from ..topology.schedule import Schedule
 from .adam import OneBitAdam
@@ -34,7 +34,7 @@ from .equation import Equation, EquationDuringBackward
 from .exchanges.bucket_exchange import BucketExchange
 from .exchanges.mixed_state import MixedState, check_second_iterates, warn_of_second_moments
 from .exchanges.sync_exchange import GradientExchange
-from .strategies import (
+from .steps import (
     AdaptThenCombine,
     AdaptThenCombineDuringBackward,
     AdaptWithCombine,
@@ -74,7 +74,6 @@ def strategy_of(
     """The strategy of an algorithm: its own equation, or for the common ones a strategy that overlaps and copies
     less.
     """
-    check_algorithm(algorithm)
     if overlap not in (None, "backward"):
         raise ValueError(f'overlap={overlap!r}: give "backward", or leave it out')
     by_parts = EquationDuringBackward if algorithm.separable else None
@@ -109,15 +108,16 @@ def mixed_of(
     bucket_exchange: type[BucketExchange],
 ) -> MixedState | None:
     """The state of the optimizer that is averaged beside the parameters, if any."""
+    mixed = None if keys is None else MixedState(optimizer, keys)
     if algorithm != PARALLEL:
-        check_second_iterates(optimizer, keys, algorithm, bool(bucket_exchange.in_step and by_buckets(algorithm)))
-    if keys is None:
+        taken = () if mixed is None else mixed.keys
+        check_second_iterates(optimizer, taken, algorithm, bool(bucket_exchange.in_step and by_buckets(algorithm)))
+    if mixed is None:
         agent = current("DecentralizedOptimizer")
         could = bucket_exchange.in_step and algorithm != PARALLEL and by_buckets(algorithm)
         if could and agent.size > 1 and agent.rank == 0:
             warn_of_second_moments(optimizer)
         return None
-    mixed = MixedState(optimizer, keys)
     if not mixed.keys:
         return None
     if algorithm == PARALLEL:
@@ -179,8 +179,8 @@ def compressing(
     if algorithm != ATC:
         takes = "takes its own compressor" if hasattr(algorithm, "compressor") else "says by itself what is exchanged"
         raise ValueError(
-            "compression= is for adapt, then combine (DistributedAdaptThenCombineOptimizer), and for averaged "
-            f"gradients (DistributedGradientAllreduceOptimizer); {algorithm} {takes}. Leave compression out, or take "
+            "compression= is for adapt, then combine (GradientDescent(1.0)), and for averaged gradients "
+            f"(ParallelGradientDescent(1.0)); {algorithm} {takes}. Leave compression out, or take "
             "an algorithm that compresses: LowPrecision, ChocoSGD, DeepSqueeze, BEER"
         )
     if compressor.unbiased and compressor.delta(numbers) <= 0 and math.isfinite(compressor.omega(numbers)):
@@ -225,7 +225,7 @@ def share_kept(compressor: Compressor, numbers: int) -> float:
     """
     # float64, and from quantiles: torch.randn draws other numbers on other processors.
     measured = max(1, min(numbers, _MOST_NUMBERS))
-    uniform = Redrawn(0, 0, 0).uniform(torch.empty(measured, dtype=torch.float64))
+    uniform = Redrawn(0, 0, 0).uniform(torch.empty(measured, dtype=torch.float64, device="cpu"))
     v = torch.special.ndtri(uniform.clamp(min=1e-12)).float()
     error = (compressor(v, Redrawn(0, 1, 0)) - v).double().square().sum() / v.double().square().sum()
     kept = 1 - float(error)

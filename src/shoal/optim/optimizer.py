@@ -2,7 +2,7 @@
 
 The wrapped optimizer is not rebuilt and keeps its state; a decentralized step is its step, before or after an average
 with the neighbours. Strategies differ in the begin of the exchange and the use of its result
-(:class:`~shoal.optim.strategies.StepStrategy`).
+(:class:`~shoal.optim.steps.StepStrategy`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import networkx as nx
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..algorithms.algorithm import Algorithm, warn_of_undeclared_needs
+from ..algorithms.algorithm import Algorithm, check_algorithm, warn_of_undeclared_needs
 from ..algorithms.gradient_descent import GradientDescent
-from ..algorithms.machines import OfMachines
 from ..algorithms.needs import check, without
+from ..algorithms.wrappers import OfMachines
 from ..compression import Compressor, LowRank
 from ..runtime.agent import current, warn_of_process_group
 from ..topology.schedule import Schedule
@@ -30,12 +30,11 @@ from .exchanges.buckets import as_given, by_count, checked_bucket_bytes
 from .exchanges.hooks import BackwardCounter, BeforeForward
 from .exchanges.sync_exchange import GradientExchange, ParameterExchange
 from .factory import ATC, PARALLEL, by_buckets, compressing, feeds_back, mixed_of, strategy_of
-from .join import Join
 from .malloc_trimming import keep_freed_memory
 from .params import Names, name_of_optimizer
 from .settings import ALIASES, BY_HAND, NAMES, CommunicationType, Settings
 from .sharding import check_optimizer, check_sharding
-from .strategies import DuringBackward, InnerStep
+from .steps import DuringBackward, InnerStep, Join
 from .topologies import STATIC, WeightChecks, agent_schedule, given, of_agents, of_machines, one_peer
 
 _DEFAULTS = Settings()
@@ -121,6 +120,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._models = [model] if isinstance(model, torch.nn.Module) else list(model or ())  # Params refuses none
         numbers = sum(param.numel() for group in self._inner.param_groups for param in group["params"])
         static, topology = topology == STATIC, given(topology)
+        check_algorithm(algorithm)
         algorithm = compressing(algorithm, compression, topology, numbers)
         machines = settings.get("communication_type") is CommunicationType.hierarchical_neighbor_allreduce
         if machines and isinstance(algorithm, Algorithm) and not by_buckets(algorithm):
@@ -176,6 +176,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         self._local = InnerStep(self._inner)
         self._bucket_exchange.mixed = mixed_of(self._inner, mix_state, algorithm, bucket_exchange)
         kind = STATIC if static else topology
+        unchecked = unchecked if isinstance(unchecked, str) else tuple(unchecked)
         self._strategy = strategy_of(algorithm, self._bucket_exchange, self._local, overlap, kind, name, unchecked)
         self._check_needs(topology, name, unchecked)
         self._join = Join(self._bucket_exchange, self._strategy, name)
@@ -214,6 +215,11 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     def overlaps_backward(self) -> bool:
         """Buckets leave during the backward pass, which must therefore come before ``step()`` and not in a closure."""
         return isinstance(self._strategy, DuringBackward)
+
+    @property
+    def reads_parameters(self) -> bool:
+        """An exchange that began with the forward pass reads the parameters' memory until ``step()``."""
+        return self._bucket_exchange.under_way and not self.overlaps_backward
 
     @property
     def rounds(self) -> int:
@@ -256,6 +262,13 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
             if value is not CommunicationType.hierarchical_neighbor_allreduce:
                 raise ValueError(f"communication_type cannot be set any more: {self._algorithm} is one of machines")
             return
+        if join is not None and name == "communication_type" and self._scheduled:
+            machines = CommunicationType.hierarchical_neighbor_allreduce
+            if (value is machines) != (self._settings.communication_type is machines):
+                raise ValueError(
+                    "communication_type: the topology= of this optimizer is for "
+                    f"{'agents' if value is machines else 'machines'}; pass both to the constructor"
+                )
         if name not in (*BY_HAND, "communication_type", "robust") or value is getattr(_DEFAULTS, name):
             return
         by_settings = isinstance(self._algorithm, GradientDescent) and by_buckets(self._algorithm) is not None
@@ -302,11 +315,15 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         Args:
             closure: Evaluates the model and its gradients again, before everything else.
         """
+        local = self._local
+        found_inf, scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")  # a GradScaler's
+        if found_inf is not None:
+            # It removes both only after a step that succeeds, and multiplies its scale by the one that it finds.
+            self.found_inf, self.grad_scale = None, 1
         engine, began = current("optimizer.step").engine, time.perf_counter_ns()
         engine.check_joined("optimizer.step")
-        local, found = self._local, self.__dict__
         local.closure, local.loss = closure, None
-        local.unscale(self._names(), found.get("found_inf"), found.get("grad_scale"))  # a GradScaler's, for this step
+        local.unscale(self._names(), found_inf, scale)
         self._names.check_modules()
         if not self._alone:
             self._names.begin_step(self._strategy.begins_early)
@@ -407,8 +424,8 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         Load the model first. With windows all agents call it together.
 
         Raises:
-            ValueError: The state is of another number of agents. Or it is of another agent, whose part of an
-                algorithm's state or of the mass of push-sum would then exist twice.
+            ValueError: The state is of another number of agents, or has another algorithm's memory. Or it is of
+                another agent, whose part of an algorithm's state or of the mass of push-sum would then exist twice.
         """
         state = dict(state_dict)
         own = state.pop("shoal", {})
@@ -419,6 +436,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
                 f"the state is of agent {rank} of {size}, and this is agent {agent.rank} of {agent.size}. For another "
                 "number of agents save with shoal.Checkpoint, and load with start='consensus'"
             )
+        self._strategy.check_state(kept)
         self._bucket_exchange.abandon()
         self._inner.load_state_dict(state)
         self._bucket_exchange.rounds = own.get("rounds", 0)

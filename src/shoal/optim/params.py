@@ -9,11 +9,12 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, ValuesView
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, not_
+from operator import attrgetter, is_, itemgetter, not_
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,18 +22,44 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..dtensors import described, is_sharded, local
 from ..engine.engine import Engine
 from ..errors import Mismatch
-from ..operations.operation import Operation
+from ..execution.operation import Operation
 from ..ops.arguments import LAYOUT, Group
 from ..ops.collective import gather_by_rank
 from ..ops.objects import allreduce_parameters, bytes_spanned
 from ..runtime.agent import current
 
-_owners: MutableMapping[torch.nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
+_owners: MutableMapping[torch.nn.Parameter, weakref.ref[Any]] = WeakIdKeyDictionary()
 """By parameter: a weak reference to its decentralized optimizer. Not on the parameter, which may be saved."""
+_averaged: Counter[int] = Counter()
+"""How many :func:`~shoal.consensus` blocks a parameter is in, by its id."""
 STRIDES = " of strides"
 """Before the strides of a parameter whose order in memory is not that of its shape."""
 _END = object()
+_params_of_group = itemgetter("params")
 _requires_grad, _grad = attrgetter("requires_grad"), attrgetter("grad")
+
+
+@contextmanager
+def holding_mean(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Within it the parameters count as those that hold the mean of all agents."""
+    ids = [id(param) for param in params]
+    _averaged.update(ids)
+    try:
+        yield
+    finally:
+        _averaged.subtract(ids)
+        for key in ids:
+            if not _averaged[key]:
+                del _averaged[key]
+
+
+def check_not_averaged(call: str, params: Iterable[torch.nn.Parameter]) -> None:
+    """Raise RuntimeError for a call that would use the mean of all agents as this agent's own parameters."""
+    if _averaged and any(id(param) in _averaged for param in params):
+        raise RuntimeError(
+            f"{call} inside `with shoal.consensus(model):`, where the parameters hold the mean of all agents: this "
+            "agent's own come back at the end of the block. Make the call after it"
+        )
 
 
 class Names:
@@ -82,12 +109,17 @@ class Names:
         """Note which modules and parameters the models have now."""
         modules = [module for model in self._models for module in model.modules()]
         self._views = [view for module in modules for view in (module._parameters.values(), module._modules.values())]
-        self._last = [*chain.from_iterable(self._views), _END]
+        self._last = [*self._members()]
+
+    def _members(self) -> Iterator[object]:
+        """The modules and parameters of the models, and the parameters of the optimizer's groups."""
+        groups = map(_params_of_group, self._optimizer.param_groups)
+        return chain(chain.from_iterable(self._views), chain.from_iterable(groups), (_END,))
 
     def _are_as_remembered(self) -> bool:
-        """Whether the models have the same modules and parameters, without Python code for each: it is asked in every
-        step. The end is compared, too, since one of the two may be longer."""
-        return all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._last))
+        """Whether models and groups have the same modules and parameters, without Python code for each: it is asked in
+        every step. The end is compared, too, since one of the two may be longer."""
+        return all(map(is_, self._members(), self._last))
 
     def _all(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for number, model in enumerate(self._models):
@@ -100,8 +132,11 @@ class Names:
         Warns of trainable parameters that no decentralized optimizer has: at the first call, and after a change.
 
         Raises:
-            RuntimeError: A model has replaced one of these parameters.
+            RuntimeError: A model has replaced one of these parameters, or a group has others, or they hold the mean of
+                all agents.
         """
+        if _averaged:
+            check_not_averaged("optimizer.step", self())
         if self._looked and self._are_as_remembered():
             return
         now = dict(self._all())
@@ -116,6 +151,14 @@ class Names:
                 "optimizer would go on to step and average those of before. Change parameters in place (param.copy_(), "
                 "load_state_dict() without assign=True), or call close() and make this optimizer anew, with an "
                 "optimizer of the new parameters"
+            )
+        grouped = chain.from_iterable(map(_params_of_group, self._optimizer.param_groups))
+        added = sum(param not in self._names for param in grouped)
+        if added:
+            raise RuntimeError(
+                f"the optimizer's param_groups have {added} parameters that were put there past this optimizer, which "
+                "would step them and never average them. Take them out again, and call add_param_group() of the "
+                "decentralized optimizer"
             )
         self._remember()
         self._looked = True
@@ -197,9 +240,15 @@ def _is_not_zero(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and bool(local(gradient).count_nonzero())
 
 
-def _owner_of(param: torch.nn.Parameter) -> object:
+def _owner_of(param: torch.nn.Parameter) -> Any:
     reference = _owners.get(param)
     return None if reference is None else reference()
+
+
+def is_being_read(param: torch.nn.Parameter) -> bool:
+    """Whether neighbours read the parameter's memory from its forward pass until the next step."""
+    owner = _owner_of(param)
+    return owner is not None and owner.reads_parameters and not is_sharded(param)
 
 
 _unnamed: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()
@@ -250,7 +299,7 @@ def check_that_models_agree(
         + beside
         for param, called in params.items()
     ]
-    mine = torch.tensor(list("\n".join(lines).encode() or b" "), dtype=torch.uint8)
+    mine = torch.tensor(list("\n".join(lines).encode() or b" "), dtype=torch.uint8, device="cpu")
     here = current("optim").rank
     for rank, text in gather_by_rank(mine, f"{name}.parameters", group=group).items():
         theirs = bytes(text.tolist()).decode().split("\n")
@@ -293,7 +342,7 @@ def check_that_values_agree(params: Mapping[torch.nn.Parameter, str], name: str)
 
 def checksums_by_rank(params: Iterable[torch.Tensor], name: str) -> dict[int, list[int]]:
     """The checksums of all agents' parameters, by rank, this agent's among them. All agents call it."""
-    sums = torch.tensor([zlib.crc32(_bytes_of(param)) for param in params], dtype=torch.int64)
+    sums = torch.tensor([zlib.crc32(_bytes_of(param)) for param in params], dtype=torch.int64, device="cpu")
     return {rank: theirs.tolist() for rank, theirs in gather_by_rank(sums, name).items()}
 
 

@@ -4,7 +4,7 @@ moment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
@@ -14,12 +14,12 @@ import torch
 
 from ..algorithms.needs import LOOKED_AT
 from ..algorithms.schedule_weights import AgentSchedule
-from ..operations.operation import Handle
+from ..execution.operation import Handle
 from ..ops.collective import submit_allreduce
 from ..ops.hierarchical import machine_mixing
 from ..ops.hierarchical import submit as submit_between_machines
 from ..ops.neighbor import mixing_of, submit
-from ..ops.robust import Robust, too_few
+from ..ops.robust_rules import Robust, too_few
 from ..runtime.agent import Agent, current
 from ..topology._validate import check_size
 from ..topology.mixing import Mixing
@@ -78,7 +78,7 @@ class Settings:
             TypeError, ValueError: The value is invalid.
         """
         if name == "communication_type" and not isinstance(value, CommunicationType):
-            raise TypeError(f"communication_type must be a shoal.CommunicationType, not {value!r}")
+            raise TypeError(f"communication_type must be a shoal.optim.CommunicationType, not {value!r}")
         if name == "robust" and not isinstance(value, Robust | None):
             raise TypeError(f"robust must be a rule such as shoal.robust.ClippedGossip(), not {value!r}")
         if name == "num_steps_per_communication":
@@ -86,7 +86,8 @@ class Settings:
                 value = check_size(value)
             except (TypeError, ValueError):
                 raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}") from None
-        setattr(self, name, value)
+        # A generator would be empty from the second round or bucket on.
+        setattr(self, name, list(value) if isinstance(value, Iterator) else value)
 
     def check_neighbours(self, schedule: AgentSchedule | None) -> None:
         """All agents have as many neighbours in the rounds of a schedule as ``robust`` needs; else the step checks it.

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from ..algorithms.algorithm import Algorithm
-from ..algorithms.machines import OfMachines
 from ..algorithms.needs import (
     COLUMN_STOCHASTIC,
     DOUBLY_STOCHASTIC,
@@ -30,6 +29,7 @@ from ..algorithms.needs import (
 )
 from ..algorithms.schedule_weights import TOLERANCE, AgentSchedule
 from ..algorithms.stability.growth import DIES_OUT, NEVER_GROWS
+from ..algorithms.wrappers import OfMachines
 from ..ops.collective import allgather
 from ..runtime.agent import Agent, StaticTopology, current
 from ..topology.families.compose import Kronecker, between_machines
@@ -68,7 +68,9 @@ def agent_schedule(topology: nx.Graph | Schedule, kind: CommunicationType) -> Ag
     wanted = agent.machines.count if between else agent.size
     if schedule.size != wanted:
         members = "machines" if between else "agents"
-        raise ValueError(f"the topology is for {schedule.size}, and there are {wanted} {members}")
+        of_machines = not between and agent.machines.homogeneous and schedule.size == agent.machines.count
+        hint = "; for a topology of machines pass communication_type= to the constructor" if of_machines else ""
+        raise ValueError(f"the topology is for {schedule.size}, and there are {wanted} {members}{hint}")
     return schedule
 
 
@@ -134,8 +136,8 @@ def _of_machines(agent: Agent) -> Schedule:
     if agent.machines.count == 1:
         return Static(RingGraph(1))
     raise ValueError(
-        "no machine topology is set: call shoal.set_machine_topology(graph), or give the optimizer one of machines as "
-        "topology="
+        "no machine topology is set: call shoal.bluefog.set_machine_topology(graph), or give the optimizer one of "
+        "machines as topology="
     )
 
 
@@ -285,7 +287,7 @@ def _lines(settings: Settings) -> torch.Tensor:
     agent = current("optim")
     here = agent.rank
     if settings.communication_type is not CommunicationType.neighbor_allreduce:
-        return torch.tensor([[_UNKNOWN, here, here, 0.0, 0.0]], dtype=torch.float64)
+        return torch.tensor([[_UNKNOWN, here, here, 0.0, 0.0]], dtype=torch.float64, device="cpu")
     own, sources, destinations = settings.self_weight, settings.src_weights, settings.dst_weights
     by_hand = sources is not None or destinations is not None
     try:
@@ -300,9 +302,9 @@ def _lines(settings: Settings) -> torch.Tensor:
             lines += [(_TO, here, int(neighbour), float(weight), by_hand) for neighbour, weight in given.items()]
         if not all(0 <= line[2] < agent.size for line in lines):
             raise ValueError
-        return torch.tensor(lines, dtype=torch.float64)
+        return torch.tensor(lines, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, AttributeError):  # the exchange will raise the error
-        return torch.tensor([[_UNKNOWN, here, here, 0.0, 0.0]], dtype=torch.float64)
+        return torch.tensor([[_UNKNOWN, here, here, 0.0, 0.0]], dtype=torch.float64, device="cpu")
 
 
 def _matrix(lines: np.ndarray) -> np.ndarray | None:

@@ -39,8 +39,10 @@ class Warmup(torch.optim.lr_scheduler.LinearLR):
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int, factor: float | None = None) -> None:
         factor = current("Warmup").size if factor is None else factor
-        if steps < 1 or not factor >= 1:
-            raise ValueError(f"Warmup: steps={steps} must be at least 1, and factor={factor:g} at least 1")
+        if steps < 1:
+            raise ValueError(f"Warmup: steps={steps} must be at least 1")
+        if not factor >= 1:
+            raise ValueError(f"Warmup: factor={factor:g} must be at least 1")
         if any("initial_lr" in group for group in optimizer.param_groups):
             raise ValueError(
                 "Warmup: the optimizer has a scheduler, or the state of one, already, which would not know of the "

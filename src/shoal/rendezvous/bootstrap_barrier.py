@@ -82,14 +82,14 @@ class BootstrapBarrier:
             PeerLost: Another agent failed, or the store is gone.
         """
         self.published = published
-        place = json.dumps({"by": self._me, "of": self._launch.size, "said": published}).encode()
+        announcement = json.dumps({"by": self._me, "of": self._launch.size, "data": published}).encode()
         try:
             self._take_ticket()
-            found = self._lead(place) if self._launch.rank == 0 else self._follow(place)
+            found = self._lead(announcement) if self._launch.rank == 0 else self._follow(announcement)
         except DeadlineExceeded:
             raise self._too_late("place") from None
         self._complete = True
-        return [publication["said"] for publication in found]
+        return [publication["data"] for publication in found]
 
     @property
     def joined_late(self) -> bool:
@@ -169,7 +169,7 @@ class BootstrapBarrier:
             (self._launch.rank,),
         )
 
-    def _lead(self, place: bytes) -> list[dict[str, Any]]:
+    def _lead(self, announcement: bytes) -> list[dict[str, Any]]:
         """Begin an attempt, and wait until all have joined it. Rank 0 calls it."""
         if self.store.has(DIRECTORY):
             if self._may_rejoin:
@@ -182,24 +182,25 @@ class BootstrapBarrier:
         if before:
             self.store.set(f"{before}/next", self.attempt.encode())
         self._joined = True
-        self._set("place/0", place)
+        self._set("place/0", announcement)
         others = range(1, self._launch.begins)
         for other in others:
             self._present(other)
-        parts = [place, *(self._present(other) for other in others)]  # read again: the latest data of each agent count
+        # Read again: the latest data of each agent count.
+        parts = [announcement, *(self._present(other) for other in others)]
         self._set("place/all", b"[%s]" % b",".join(parts))
         found: list[dict[str, Any]] = json.loads(self._get("place/all"))
         return found
 
     def _present(self, other: int) -> bytes:
         """Wait for the data of another agent. An agent that gave up has replaced them by an empty value."""
-        while not (place := self._await(f"place/{other}")):
+        while not (announcement := self._await(f"place/{other}")):
             if clock.monotonic() >= self._deadline:
                 raise DeadlineExceeded("it has given up")
             pause(_LOOK_AGAIN)
-        return place
+        return announcement
 
-    def _follow(self, place: bytes) -> list[dict[str, Any]]:
+    def _follow(self, announcement: bytes) -> list[dict[str, Any]]:
         """Join the attempt of rank 0, and each later one, until all agents have joined one."""
         self.attempt = self._first_of("attempt")[1].decode()
         self._check_size()
@@ -207,7 +208,7 @@ class BootstrapBarrier:
             over = self.store.has(self._key("over"))
             if not over:
                 self._joined = True
-                self._set(f"place/{self._launch.rank}", place)
+                self._set(f"place/{self._launch.rank}", announcement)
                 key, value = self._first("next", "place/all", "over")
                 if key == "place/all":
                     found: list[dict[str, Any]] = json.loads(value)
@@ -231,8 +232,8 @@ class BootstrapBarrier:
 
     def _check_size(self) -> None:
         """Refuse a number of agents that differs from rank 0's, and notify the agents that still wait."""
-        key, place = self._first("place/0", "next", "over")
-        theirs = json.loads(place)["of"] if key == "place/0" else self._launch.size
+        key, announcement = self._first("place/0", "next", "over")
+        theirs = json.loads(announcement)["of"] if key == "place/0" else self._launch.size
         if theirs != self._launch.size:
             # The error ends an attempt that still waits. A complete one continues without this agent.
             self._joined = not self.store.has(self._key("place/all"))
@@ -271,7 +272,7 @@ class BootstrapBarrier:
         # Only after it has joined: the error ends the attempt, and the other agents must be notified.
         twins = [twin] if self._joined else []
         # LOST comes after the awaited keys: a complete attempt has succeeded, even if an agent has ended since.
-        key, value = self._first_at_last([*may_rejoin, *keys, LOST, *twins])
+        key, value = self._first_with_report([*may_rejoin, *keys, LOST, *twins])
         if key == DIRECTORY:
             self._notified = True
             raise AlreadyMet
@@ -284,7 +285,7 @@ class BootstrapBarrier:
             raise self._taken_twice(value)
         return key, value
 
-    def _first_at_last(self, keys: list[str]) -> tuple[str, bytes]:
+    def _first_with_report(self, keys: list[str]) -> tuple[str, bytes]:
         """The first of these keys that is set, and its value. A wait that takes long is logged."""
         while True:
             until = min(self._deadline, self._report_at)

@@ -229,6 +229,8 @@ class StoreServer:
         return self._sources[source]
 
     def _close(self, client: _StoreConnection) -> None:
+        if client not in self._connections:  # a late answer to its own request has closed it
+            return
         self._connections.discard(client)
         self._stop_waiting(client)
         self._selector.unregister(client.sock)
@@ -267,6 +269,8 @@ class StoreServer:
                 self._handlers[request](client, arguments)
             else:
                 self._validate(client, request, arguments)
+            if client not in self._connections:  # it has set the key for which it waited itself, and has left
+                return
             del client.inbox[:size]
             client.quota.release(size)
         self._flush(client)

@@ -24,7 +24,16 @@ from ..engine.engine import Engine
 from ..errors import NotInitialized
 from ..rendezvous.launch import Launch
 from ..rendezvous.store import Store
-from ..topology import ExponentialTwoGraph, Mixing, Static, Without, classify, mixing_matrix, with_uniform_weights
+from ..topology import (
+    ExponentialTwoGraph,
+    Mixing,
+    Schedule,
+    Static,
+    Without,
+    classify,
+    mixing_matrix,
+    with_uniform_weights,
+)
 from ..topology._validate import as_weight
 
 log = logging.getLogger("shoal")
@@ -88,13 +97,13 @@ class StaticTopology:
         digest = zlib.crc32(np.array(edges, dtype=np.float64).tobytes())
         return StaticTopology(graph, weighted, Mixing.from_graph(graph, rank, weighted=weighted), digest)
 
-    def members(self, there: Sequence[int]) -> tuple[int, ...]:
-        """The ranks with at least one edge, ascending; ``()`` if these are all members."""
-        connected = self._connected
-        return () if len(connected) >= len(there) else connected
+    def component(self, present: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of this agent's connected component, ascending; ``()`` if they are all of ``present``."""
+        component = self._component
+        return () if len(component) >= len(present) else component
 
     @cached_property
-    def _connected(self) -> tuple[int, ...]:
+    def _component(self) -> tuple[int, ...]:
         return tuple(sorted(nx.node_connected_component(self.graph.to_undirected(as_view=True), self.mixing.rank)))
 
     def without(self, gone: tuple[int, ...]) -> StaticTopology:
@@ -192,9 +201,15 @@ class Agent:
 
 def check_graph(graph: object, size: int, of_what: str) -> None:
     """Raise an error unless the topology is a directed graph with the nodes 0 to size - 1."""
+    if isinstance(graph, Schedule):
+        raise TypeError(
+            f"the static topology is one networkx.DiGraph, and {graph!r} is a schedule, which has one for each round: "
+            "pass it as topology= to an optimizer, or to shoal.algorithms.run; neighbor_allreduce takes the weights of "
+            "a round, from schedule.mixing(round, shoal.rank())"
+        )
     if not isinstance(graph, nx.DiGraph):
         raise TypeError(
-            f"a topology must be a networkx.DiGraph, not {type(graph).__name__}; shoal.topology_util makes them, and "
+            f"a topology must be a networkx.DiGraph, not {type(graph).__name__}; shoal.topology makes them, and "
             "an undirected graph becomes one with graph.to_directed()"
         )
     if set(graph.nodes) != set(range(size)):
@@ -246,6 +261,8 @@ class AgentContext:
 
 _process_context = AgentContext()
 _context: contextvars.ContextVar[AgentContext] = contextvars.ContextVar("shoal_agent")
+fleet_runs: set[object] = set()
+"""The runs of fleets in this process, while they last."""
 
 
 def agent_context() -> AgentContext:
@@ -270,6 +287,11 @@ def current(caller: str = "this") -> Agent:
         raise NotInitialized(
             f"{caller} needs an agent, and this process is none: it was forked from that of rank "
             f"{mine.forked_from[0]}. Communicate in the process that called shoal.init()"
+        )
+    if agent is None and mine is _process_context and fleet_runs:
+        raise NotInitialized(
+            f"{caller} needs an agent, and this thread is none: a Fleet runs in this process, and a thread that one of "
+            "its agents starts belongs to no agent. Start it with threading.Thread(target=shoal.Fleet.bind(function))"
         )
     if agent is None:
         raise NotInitialized(f"{caller} needs an agent: call shoal.init() first (after shoal.shutdown(), again)")
@@ -304,6 +326,6 @@ def warn_of_process_group(agent: Agent, stacklevel: int) -> None:
             "fails, the process group's operations raise, hang or abort on the others, and a restarted agent cannot "
             "join it. Remove dist.init_process_group() and replace the calls that use it: dist.get_rank() by "
             "shoal.rank(), dist.all_reduce() by shoal.allreduce() or shoal.metrics(), dist.barrier() by "
-            "shoal.barrier(), DistributedSampler by shoal.AgentSampler (docs/howto/ddp.md)",
+            "shoal.barrier(), DistributedSampler by shoal.data.AgentSampler (docs/howto/ddp.md)",
             stacklevel=stacklevel,
         )

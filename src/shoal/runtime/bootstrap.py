@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -26,9 +27,10 @@ from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend,
 from ..engine.discovery import discover, submit_to_all
 from ..engine.engine import Engine
 from ..errors import Mismatch, NotInitialized, PeerLost, ShoalError
-from ..operations.membership import NEEDED
-from ..operations.operation import Handle, Operation
-from ..operations.stage import Steps
+from ..execution.membership import NEEDED
+from ..execution.operation import Handle, Operation
+from ..execution.stage import Steps
+from ..fault_tolerance.launcher_notes import write_note
 from ..rendezvous.bootstrap_barrier import DIRECTORY, STORE_CHECK_SECONDS, AlreadyMet, BootstrapBarrier, gather_agents
 from ..rendezvous.launch import Launch, among_counterparts, check_that_all_must_live, current, join_address
 from ..rendezvous.peer_directory import (
@@ -42,10 +44,17 @@ from ..rendezvous.peer_directory import (
 )
 from ..rendezvous.rendezvous import open_store
 from ..transport.addresses import parse_ports
-from ..transport.authentication.tls import certificates_of
 from ..transport.peer_address import Endpoint, PeerId
-from .agent import Agent, AgentContext, Machines, agent_context, process_context, warn_of_process_group
-from .exit_notes import write_note
+from ..transport.tls import certificates_of
+from .agent import (
+    Agent,
+    AgentContext,
+    Machines,
+    agent_context,
+    fleet_runs,
+    process_context,
+    warn_of_process_group,
+)
 from .queries import set_topology
 from .script_end import failure
 
@@ -122,6 +131,11 @@ def _init(
     process_group: Any,
     mesh: Any,
 ) -> None:
+    if topology_fn is not None and not callable(topology_fn):
+        raise TypeError(
+            f"shoal.init(topology_fn=): a function that takes the number of agents and returns a graph, such as "
+            f"shoal.topology.RingGraph, and not a {type(topology_fn).__name__}; shoal.set_topology takes a graph"
+        )
     if on_loss is not None and on_loss not in (RAISE, CONTINUE):
         raise ValueError(f"shoal.init(): on_loss={on_loss!r}: it must be {RAISE!r} or {CONTINUE!r}")
     if mine.agent is not None:
@@ -140,6 +154,13 @@ def _init(
         raise NotInitialized(
             f"shoal.init(): this process was forked from that of rank {mine.forked_from[0]}, which keeps its place "
             "among the agents. Agents are started by a launcher, or with multiprocessing's spawn before init()"
+        )
+    if mine is process_context() and fleet_runs:
+        warnings.warn(
+            "shoal.init() in a thread of a process in which a Fleet runs: the process becomes an agent of its own. A "
+            "thread of one of the fleet's agents is bound to that agent instead: "
+            "threading.Thread(target=shoal.Fleet.bind(function))",
+            stacklevel=3,
         )
     mine.process_group = process_group
     agent = mine.agent = _connect(mine, read(), on_loss, mesh)
@@ -295,10 +316,14 @@ def _rejoin(
         add_to_directory(store, launch, met, config.secret)
     if wanted is not None:
         attach_backend(engine, wanted)
+    # Before the progress thread starts: it would take the end of a lost agent's process for the loss of a member, and
+    # confirm it after that rank has been admitted again.
+    engine.begin_waiting()
     engine.start()
-    with engine.lock:
-        engine.begin_waiting()
-    log.warning("rank %d comes later: until it loads its shoal.Checkpoint it exchanges with nobody", launch.rank)
+    log.warning(
+        "rank %d started later than the others: it runs in isolation until it has loaded its shoal.Checkpoint",
+        launch.rank,
+    )
     return Agent(engine, _machines(met.places, per_machine, launch), launch, config)
 
 

@@ -15,13 +15,13 @@ import torch
 
 from .. import clock
 from .._signals import deferred
-from .._timeouts import parse_timeout
+from ..clock import parse_timeout
 from ..coordination.attach import check_transport
 from ..errors import PeerLost
 from ..rendezvous.launch import Launch
 from ..rendezvous.store import ThreadStore
 from ..topology._validate import check_size
-from .agent import AgentContext, enter_context
+from .agent import AgentContext, bind, enter_context, fleet_runs
 from .bootstrap import init, leave
 
 log = logging.getLogger("shoal")
@@ -36,6 +36,8 @@ class Fleet:
     The agents share torch's random generator. ``torch.manual_seed`` in an agent therefore causes a warning; give each
     agent a generator of its own, ``torch.Generator().manual_seed(seed + shoal.rank())``.
 
+    A thread that an agent starts belongs to that agent if it runs ``shoal.Fleet.bind(function)``, called in the agent.
+
     >>> import shoal, torch
     >>> def average():
     ...     return shoal.neighbor_allreduce(torch.tensor([float(shoal.rank())])).item()
@@ -49,6 +51,8 @@ class Fleet:
         transport: ``"threads"``; or ``"shared_memory"``, ``"network"`` or ``"process-group"``, to send all messages as
             processes would.
     """
+
+    bind = staticmethod(bind)
 
     def __init__(
         self,
@@ -234,6 +238,7 @@ class _FleetRun:
 
     def _results_of_all(self) -> list[Any]:
         threads = torch.get_num_threads()
+        fleet_runs.add(self)
         try:
             try:
                 for thread in self._threads:
@@ -246,6 +251,7 @@ class _FleetRun:
                 if thread.ident is not None:
                     thread.join(max(0.0, limit - clock.monotonic()))
         finally:
+            fleet_runs.discard(self)
             torch.set_num_threads(threads)  # new threads take the last value
         if self._failure is None:
             return self._results

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 import networkx as nx
 import torch
 
+from ..execution.events import Events
+from ..execution.membership import View
 from ..fault_tolerance.agreement import MembershipChange
-from ..operations.events import Events
-from ..operations.membership import View
 from ..topology import ExponentialTwoGraph
 from ..topology._validate import as_int
 from .agent import agent_context, bind, current
@@ -130,7 +130,7 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
 
 
 def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> bool:
-    """Set the static topology of machines, for :func:`hierarchical_neighbor_allreduce`. As :func:`set_topology`."""
+    """As :func:`set_topology`, for machines, and :func:`shoal.bluefog.hierarchical_neighbor_allreduce`."""
     agent = agent_context().agent
     if agent is None:
         log.error("set_machine_topology() before shoal.init() does nothing")

@@ -11,6 +11,7 @@ means with confidence intervals.
 
 from .._lazy_import import public_names as _public_names
 from ..algorithms.runs.conditions import Conditions as Conditions
+from ..algorithms.runs.conditions import PoissonGossip as PoissonGossip
 from ..algorithms.runs.gradients import flipped_and_shifted as flipped_and_shifted
 from ..algorithms.runs.gradients import per_agent as per_agent
 from .adversaries import Adversary as Adversary
@@ -21,7 +22,6 @@ from .adversaries import SignFlip as SignFlip
 from .networks import StackedModel as StackedModel
 from .networks import loss_of as loss_of
 from .pace import Pace as Pace
-from .poisson_gossip import PoissonGossip as PoissonGossip
 from .stacked import StackedFleet as StackedFleet
 from .stacked import StackedMix as StackedMix
 from .sweeps import Sweep as Sweep

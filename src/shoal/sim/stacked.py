@@ -1,8 +1,8 @@
 """A fleet of agents as the rows of one tensor: thousands of them in one process, on a CPU or a GPU.
 
-Averaging with the neighbours is then one operation on ``[n, d]``; which one, :mod:`~shoal.sim.products` chooses. A
-topology may depend on the agents' values (:data:`StateTopology`): a school of fish, links that form on events, learned
-graphs.
+Averaging with the neighbours is then one operation on ``[n, d]``; which one, :mod:`~shoal.sim.mixing_products` chooses.
+A topology may depend on the agents' values (:data:`StateTopology`): a school of fish, links that form on events,
+learned graphs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from ..algorithms.algorithm import Algorithm, Gradient, check_algorithm, warn_of
 from ..algorithms.mix import COUNTERPARTS, EVERYBODY, MACHINE
 from ..algorithms.needs import STATIC, Need, check, without
 from ..algorithms.runs.conditions import Conditions
-from ..algorithms.runs.run import Measure, Run, steps_of
+from ..algorithms.runs.run import Measure, Run, check_start, steps_of
 from ..algorithms.runs.unreliable_mix import CarriesMessages, under
 from ..algorithms.schedule_weights import Form, Ranks, RoundWeights, ScheduleWeights
 from ..netmodel.network import Network
-from ..ops.robust import Robust, Term, too_few
-from ..topology._edges import metropolis_hastings
+from ..ops.robust_rules import Robust, Term, too_few
 from ..topology.families.compose import Idle
-from ..topology.schedule import AnyTopology, Edges, Schedule, as_schedule
+from ..topology.schedule import AnyTopology, Edges, Schedule, as_schedule, metropolis_hastings
 from ..transport.shared_regions import ResultPool
 from .adversaries import Adversary
+from .mixing_products import product
 from .pace import ExchangeTraffic, Pace
-from .products import product
 
 T = TypeVar("T")
 
@@ -150,6 +149,7 @@ class StackedMix(CarriesMessages):
         self._pace = pace
         self.seconds = None if pace is None else 0.0
         self._exchanges: list[ExchangeTraffic] = []
+        self._exchanged_in = 0  # the round of the last one
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._pool, self._pool_for = ResultPool(), 0
         self._adversary = adversary
@@ -161,7 +161,9 @@ class StackedMix(CarriesMessages):
 
     def end(self) -> None:
         if self._pace is not None and self.seconds is not None:
-            self.seconds += self._pace.seconds(self.round, tuple(self._exchanges))
+            # An algorithm with local steps exchanges in another round than that of its step.
+            round_ = self._exchanged_in if self._exchanges else self.round
+            self.seconds += self._pace.seconds(round_, tuple(self._exchanges))
         self._exchanges.clear()
 
     def _weigh(
@@ -172,7 +174,8 @@ class StackedMix(CarriesMessages):
         each, messages, longest = x[0].nbytes if nbytes is None else nbytes, weights.messages, 1
         if speaks is not None:
             speaking = speaks.view(-1).cpu()
-            messages, longest = int((torch.as_tensor(weights.sends) * speaking).sum()), int(speaking.any())
+            said = torch.as_tensor(weights.sends, device="cpu") * speaking
+            messages, longest = int(said.sum()), int(speaking.any())
         self._note(ExchangeTraffic("neighbours", longest * each), messages * each)
         x = x.contiguous()
         multiply = self._once((form, x.dtype, x.device), lambda: product(weights, form, x.dtype, x.device))
@@ -338,6 +341,7 @@ class StackedMix(CarriesMessages):
         return found
 
     def _note(self, exchange: ExchangeTraffic, sent: int) -> None:
+        self._exchanged_in = self.round
         self.exchanges += 1
         self.sent += sent
         if self._pace is not None:
@@ -426,13 +430,18 @@ class StackedFleet:
             conditions: An unreliable network, and absent or slow agents.
 
         Raises:
+            TypeError: ``algorithm`` is none, or ``x`` no tensor of numbers with fractions.
             ValueError: A shape is wrong, or the mixing does not meet the algorithm's needs; the message names the
-                failed condition and an alternative. Or ``conditions`` are combined with ``network`` or ``resume``.
+                failed condition and an alternative. Or ``conditions`` are combined with ``network``, ``resume`` or
+                ``adversary``.
         """
         check_algorithm(algorithm)
+        check_start(x)
         warn_of_undeclared_needs(algorithm)
         if network is not None and (conditions is not None or topology is not None):
             raise ValueError("network= computes times for a topology that is known in advance, without conditions")
+        if adversary is not None and conditions is not None:
+            raise ValueError("adversary= changes messages of a reliable network: give it without conditions")
         name = type(algorithm).__name__
         if topology is None:
             check(name, algorithm.needs, self.topology, dimension=x.shape[-1], unchecked=unchecked)

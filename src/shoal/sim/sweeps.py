@@ -119,7 +119,7 @@ class Sweep:
                 low, high = [mean - half for mean, half in up], [mean + half for mean, half in up]
                 axes.fill_between(across, low, high, alpha=0.2)
             means += [mean for mean, _ in up]
-        scale(axes, against, figure, torch.tensor(means), log)
+        scale(axes, against, figure, torch.tensor(means, device="cpu"), log)
         axes.legend()
         return axes
 

@@ -27,17 +27,10 @@ from .analysis.spectrum import smallest_eigenvalue as smallest_eigenvalue
 from .analysis.spectrum import spectral_gap as spectral_gap
 from .drawing import draw as draw
 from .drawing import draw_rounds as draw_rounds
-from .families.base_graph import BaseGraph as BaseGraph
-from .families.base_graph import HyperHypercube as HyperHypercube
-from .families.base_graph import SimpleBaseGraph as SimpleBaseGraph
 from .families.catalog import CATALOG as CATALOG
 from .families.catalog import Topology as Topology
 from .families.catalog import find as find
 from .families.catalog import register as register
-from .families.ceca import Ceca as Ceca
-from .families.ceca import CecaPairs as CecaPairs
-from .families.cliques import DCliquesGraph as DCliquesGraph
-from .families.cliques import label_cliques as label_cliques
 from .families.compose import AllReduce as AllReduce
 from .families.compose import Alternating as Alternating
 from .families.compose import EveryH as EveryH
@@ -54,7 +47,13 @@ from .families.equitopo import DEquiStatic as DEquiStatic
 from .families.equitopo import ODEquiDyn as ODEquiDyn
 from .families.equitopo import OUEquiDyn as OUEquiDyn
 from .families.equitopo import UEquiStatic as UEquiStatic
+from .families.finite_time import BaseGraph as BaseGraph
+from .families.finite_time import Ceca as Ceca
+from .families.finite_time import CecaPairs as CecaPairs
+from .families.finite_time import HyperHypercube as HyperHypercube
+from .families.finite_time import SimpleBaseGraph as SimpleBaseGraph
 from .families.graphs import ChainGraph as ChainGraph
+from .families.graphs import DCliquesGraph as DCliquesGraph
 from .families.graphs import ExponentialGraph as ExponentialGraph
 from .families.graphs import ExponentialTwoGraph as ExponentialTwoGraph
 from .families.graphs import FullyConnectedGraph as FullyConnectedGraph
@@ -67,6 +66,7 @@ from .families.graphs import SpanningTreeGraph as SpanningTreeGraph
 from .families.graphs import StarGraph as StarGraph
 from .families.graphs import SymmetricExponentialGraph as SymmetricExponentialGraph
 from .families.graphs import TreeGraph as TreeGraph
+from .families.graphs import label_cliques as label_cliques
 from .families.groups import GatewayRingGraph as GatewayRingGraph
 from .families.groups import InnerOuterExponential as InnerOuterExponential
 from .families.groups import InnerOuterRing as InnerOuterRing
@@ -87,7 +87,15 @@ from .families.static import HypercubeGraph as HypercubeGraph
 from .families.static import Torus as Torus
 from .families.static import TorusGraph as TorusGraph
 from .healing import Without as Without
+from .mixing import GetRecvWeights as GetRecvWeights
+from .mixing import GetSendWeights as GetSendWeights
 from .mixing import Mixing as Mixing
+from .mixing import Stochasticity as Stochasticity
+from .mixing import metropolis_hastings_weights as metropolis_hastings_weights
+from .mixing import mixing_matrix as mixing_matrix
+from .mixing import with_metropolis_hastings_weights as with_metropolis_hastings_weights
+from .mixing import with_uniform_weights as with_uniform_weights
+from .mixing import with_weights as with_weights
 from .schedule import AnyTopology as AnyTopology
 from .schedule import Clock as Clock
 from .schedule import CustomSchedule as CustomSchedule
@@ -96,13 +104,5 @@ from .schedule import EdgeSchedule as EdgeSchedule
 from .schedule import Schedule as Schedule
 from .schedule import Static as Static
 from .schedule import as_schedule as as_schedule
-from .weights import GetRecvWeights as GetRecvWeights
-from .weights import GetSendWeights as GetSendWeights
-from .weights import Stochasticity as Stochasticity
-from .weights import metropolis_hastings_weights as metropolis_hastings_weights
-from .weights import mixing_matrix as mixing_matrix
-from .weights import with_metropolis_hastings_weights as with_metropolis_hastings_weights
-from .weights import with_uniform_weights as with_uniform_weights
-from .weights import with_weights as with_weights
 
 __all__ = _public_names(globals())

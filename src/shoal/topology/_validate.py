@@ -11,6 +11,9 @@ from operator import index
 
 import networkx as nx
 
+EDGE_LIMIT = 5_000_000
+"""Edges of one round, self weights included, at most: 24 bytes each, and some more while they are worked on."""
+
 
 def as_int(value: object, name: str) -> int:
     """The plain int in `value`: what has `__index__`, as numpy's integers and tensors of one; no bool and no float."""
@@ -59,6 +62,15 @@ def check_size(size: object, name: str = "size") -> int:
     if checked < 1:
         raise ValueError(f"{name} must be at least 1, got {checked}. Pass the number of agents it counts.")
     return checked
+
+
+def check_count(owner: object, name: str) -> None:
+    """The field `name` of a frozen dataclass becomes a plain int; it must be 1 or more."""
+    kind = type(owner).__name__
+    count = as_int(getattr(owner, name), f"{kind}: {name}")
+    if count < 1:
+        raise ValueError(f"{kind}: {name}={count} must be 1 or more")
+    object.__setattr__(owner, name, count)
 
 
 def check_rank(rank: object, size: int, name: str = "rank") -> int:

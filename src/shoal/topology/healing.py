@@ -33,9 +33,19 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from ._edges import Edges, Neighbours, Ranks, Weights, assemble, distinct
 from ._validate import check_rank
-from .schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
+from .schedule import (
+    AnyTopology,
+    Edges,
+    EdgeSchedule,
+    Neighbours,
+    Ranks,
+    Schedule,
+    Weights,
+    as_schedule,
+    assemble,
+    distinct,
+)
 
 LOOKED_AT = 64
 """Rounds of a schedule without a period, or with a longer one, that are looked at."""
@@ -265,7 +275,9 @@ class Without(EdgeSchedule):
         self._left = [rank for rank in range(whole.size) if rank not in lost]
         self._planned = whole.among(self._left) if self._left and lost else None
         healed = whole.period if self._planned is None else self._planned.period
-        self._links = Links(self.whole, healed, self._left, self._healed) if lost and healed != 1 else None
+        self._links = (
+            Links(self.whole, healed, self._left, self._healed) if self._left and lost and healed != 1 else None
+        )
         self.period = healed if self._links is None else self._links.period
 
     def _edges(self, round: int) -> Edges:

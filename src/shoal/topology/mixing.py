@@ -1,4 +1,10 @@
-"""One agent's view of one round: its self weight, its sources with weights, and its destinations with scales.
+"""Mixing weights: the weight of each neighbour, for any graph; their guarantees; and one agent's view of one round.
+
+Entry ``W[i, j]`` of a mixing matrix is the factor of x_j on agent i, so a round of averaging is ``x = W @ x``. The same
+number is on the networkx edge ``(j, i)``, which points the way the data flows; networkx's own adjacency matrix
+``A[source, destination]`` is therefore the transpose of W. Weights that are given are classified, and never corrected:
+equation 8 of the BlueFog paper (Ying et al., arXiv:2111.04287) allows any real number on an edge, negative and above
+one included.
 
 Every synchronous neighbour operation is described by one :class:`Mixing`, whether its weights come from a static graph
 or from the arguments of a call. It is checked when it is made and cannot change afterwards, so that all other code may
@@ -10,15 +16,214 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from math import fsum, isfinite
 from types import MappingProxyType
 
 import networkx as nx
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from ._validate import as_digraph, as_int, as_weight, check_rank, check_size
-from .weights import GetRecvWeights, as_matrix
+
+TOLERANCE = 1e-6
+"""How far a sum may be from one, and an entry from its mirror image, for `classify` to count them as equal.
+
+Weights that were rounded to float32 pass; weights that were rounded to three digits do not, because a state that is
+scaled by 0.999 in every round is gone after a few thousand of them.
+"""
+
+
+@dataclass(frozen=True)
+class Stochasticity:
+    """The properties that a mixing matrix W preserves. `row` and `column` are about sums only; see also `nonnegative`.
+
+    Attributes:
+        row: every row sums to one, W 1 = 1, a pull matrix: agents that agree keep agreeing.
+        column: every column sums to one, 1^T W = 1^T, a push matrix: the sum over the agents is kept.
+        symmetric: W = W^T.
+        nonnegative: no weight is negative. With it, `row` and `column` are what is called row- and column-stochastic.
+    """
+
+    row: bool
+    column: bool
+    symmetric: bool
+    nonnegative: bool
+
+    @property
+    def doubly(self) -> bool:
+        """Rows and columns sum to one, so that agreement is kept and it is agreement on the average."""
+        return self.row and self.column
+
+
+def as_matrix(weights: ArrayLike | nx.Graph) -> NDArray[np.float64]:
+    """`weights` as a float64 mixing matrix [n, n]; a graph gives its own.
+
+    Raises:
+        TypeError: the entries are not real numbers.
+        ValueError: not a square matrix, empty, or with an entry that is not finite.
+    """
+    if isinstance(weights, nx.Graph):
+        return mixing_matrix(weights)
+    given = np.asarray(weights)
+    if given.dtype.kind not in "fiu":
+        raise TypeError(f"a mixing matrix has real entries, got dtype {given.dtype}. Pass an array of float64.")
+    if given.ndim != 2 or given.shape[0] != given.shape[1] or given.size == 0:
+        raise ValueError(f"a mixing matrix is square, one row for each agent, got shape {given.shape}. Pass [n, n].")
+    matrix = given.astype(np.float64)
+    if not np.isfinite(matrix).all():
+        i, j = np.argwhere(~np.isfinite(matrix))[0]
+        raise ValueError(f"W[{i}, {j}] is {matrix[i, j]}. Weights must be finite: repair it before mixing with it.")
+    return matrix
+
+
+def mixing_matrix(graph: nx.Graph) -> NDArray[np.float64]:
+    """The mixing matrix W of `graph`, float64 [n, n] with ``W[i, j]`` the weight of edge (j, i).
+
+    Rows and columns are in rank order, whatever the order in which nodes were added. An edge without a `weight`
+    counts one, as everywhere in networkx; no self loop means ``W[i, i] = 0``.
+
+    Raises:
+        TypeError: not a networkx graph, a multigraph, or a weight that is not a real number.
+        ValueError: nodes other than 0 to n - 1, or a weight that is not finite.
+    """
+    digraph = as_digraph(graph)
+    size = digraph.number_of_nodes()
+    matrix = np.zeros((size, size))
+    for source, destination, weight in digraph.edges(data="weight", default=1.0):
+        matrix[destination, source] = as_weight(weight, f"edge ({source}, {destination})")
+    return as_matrix(matrix)
+
+
+def with_uniform_weights(graph: nx.Graph) -> nx.DiGraph:
+    """`graph` with every agent averaging itself and its in-neighbours equally: ``1 / (in-degree + 1)``.
+
+    Rows sum to one. Columns do too if every agent has as many out-neighbours as in-neighbours, all alike (a ring, an
+    exponential graph); on a star or a grid they do not, and the agents then agree on a weighted average.
+    """
+    digraph = as_digraph(graph)
+    size = digraph.number_of_nodes()
+    weighted = _empty(size)
+    for rank in range(size):
+        sources = sorted({*digraph.predecessors(rank), rank})
+        weighted.add_weighted_edges_from((source, rank, 1.0 / len(sources)) for source in sources)
+    return weighted
+
+
+def with_metropolis_hastings_weights(graph: nx.Graph) -> nx.DiGraph:
+    """`graph` with the Metropolis-Hastings weights, symmetric and doubly stochastic on any undirected graph.
+
+    ``W[i, j] = 1 / (1 + max(d_i, d_j))`` on an edge, with d the number of neighbours, and the rest of each row on the
+    diagonal, at least ``1 / (1 + d_i)`` (Xiao, Boyd, Lall 2005, "A Scheme for Robust Distributed Sensor Fusion Based on
+    Average Consensus"). An agent needs to know only its own degree and those of its neighbours.
+
+    Raises:
+        ValueError: an edge has no edge back. Such a graph has no symmetric weights.
+    """
+    digraph = as_digraph(graph)
+    for source, destination in digraph.edges:
+        if not digraph.has_edge(destination, source):
+            raise ValueError(
+                f"Metropolis-Hastings weights need an undirected graph, but edge ({source}, {destination}) has no edge "
+                "back. Add the missing edges (graph.to_undirected()), or use with_uniform_weights(graph)."
+            )
+    size = digraph.number_of_nodes()
+    neighbours = [sorted(set(digraph.successors(rank)) - {rank}) for rank in range(size)]
+    weighted = _empty(size)
+    for rank in range(size):
+        shares = {peer: 1.0 / (1 + max(len(neighbours[rank]), len(neighbours[peer]))) for peer in neighbours[rank]}
+        shares[rank] = 1.0 - fsum(shares.values())
+        weighted.add_weighted_edges_from((rank, peer, shares[peer]) for peer in sorted(shares))
+    return weighted
+
+
+def metropolis_hastings_weights(neighbours: Mapping[int, int]) -> tuple[float, dict[int, float]]:
+    """The Metropolis-Hastings weights of one agent, from local degrees: for links that change from round to round.
+
+    Args:
+        neighbours: ``{rank: degree}``, the number of neighbours that each neighbour has.
+
+    Returns:
+        ``(self_weight, src_weights)`` as :func:`shoal.neighbor_allreduce` takes them; ``dst_weights`` are the same
+        ranks. If all agents do so, W is symmetric and doubly stochastic.
+    """
+    shares = {rank: 1.0 / (1 + max(len(neighbours), degree)) for rank, degree in neighbours.items()}
+    return 1.0 - fsum(shares.values()), shares
+
+
+def with_weights(support: nx.Graph | ArrayLike, weights: ArrayLike) -> nx.DiGraph:
+    """The graph with the edges of `support` and the weights of the mixing matrix `weights`.
+
+    An edge whose weight is zero remains an edge: its message is sent and counts nothing.
+
+    Args:
+        support: a graph, or a matrix [n, n] whose entry [i, j] is nonzero where i may receive from j (as in W).
+            ``with_weights(W, W)`` is the graph of W itself.
+        weights: W, real and finite, [n, n]; ``W[i, j]`` is what agent i multiplies x_j by.
+
+    Raises:
+        ValueError: shapes differ, or W is nonzero where `support` has no edge.
+    """
+    matrix = as_matrix(weights)
+    allowed = _support_matrix(support)
+    if allowed.shape != matrix.shape:
+        raise ValueError(f"W has {len(matrix)} rows and the graph {len(allowed)} nodes. Pass one row for each agent.")
+    outside = np.argwhere((matrix != 0) & ~allowed)
+    if len(outside):
+        i, j = outside[0]
+        raise ValueError(
+            f"W[{i}, {j}] = {matrix[i, j]}, but there is no edge ({j}, {i}), over which {i} would receive from {j}. "
+            "Add the edge, or set the entry to zero. Is W transposed?"
+        )
+    weighted = _empty(len(matrix))
+    weighted.add_weighted_edges_from((int(j), int(i), float(matrix[i, j])) for j, i in np.argwhere(allowed.T))
+    return weighted
+
+
+def GetRecvWeights(topo: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
+    """Row `rank` of W as ``(self_weight, {source: weight})``, sources ascending; self_weight 0.0 without a self loop.
+
+    Raises:
+        ValueError: `rank` is not in the graph.
+    """
+    digraph = as_digraph(topo)
+    rank = check_rank(rank, digraph.number_of_nodes())
+    return _split(rank, {source: digraph.edges[source, rank] for source in digraph.predecessors(rank)})
+
+
+def GetSendWeights(topo: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
+    """Column `rank` of W as ``(self_weight, {destination: weight})``, destinations ascending.
+
+    Raises:
+        ValueError: `rank` is not in the graph.
+    """
+    digraph = as_digraph(topo)
+    rank = check_rank(rank, digraph.number_of_nodes())
+    return _split(rank, {destination: digraph.edges[rank, destination] for destination in digraph.successors(rank)})
+
+
+def _empty(size: int) -> nx.DiGraph:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(size))
+    return graph
+
+
+def _support_matrix(support: nx.Graph | ArrayLike) -> NDArray[np.bool_]:
+    """Boolean [n, n], True at [i, j] where i may receive from j; always True on the diagonal."""
+    if isinstance(support, nx.Graph):
+        digraph = as_digraph(support)
+        allowed = np.zeros((digraph.number_of_nodes(),) * 2, dtype=np.bool_)
+        for source, destination in digraph.edges:
+            allowed[destination, source] = True
+    else:
+        given = np.asarray(support)
+        allowed = np.asarray(as_matrix(given.astype(np.float64) if given.dtype.kind == "b" else given) != 0)
+    np.fill_diagonal(allowed, True)
+    return allowed
+
+
+def _split(rank: int, edges: dict[int, dict[str, float]]) -> tuple[float, dict[int, float]]:
+    weights = {peer: as_weight(edges[peer].get("weight", 1.0), f"the edge with {peer}") for peer in sorted(edges)}
+    return weights.pop(rank, 0.0), weights
 
 
 @dataclass(frozen=True, init=False, repr=False)

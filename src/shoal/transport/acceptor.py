@@ -1,9 +1,14 @@
-"""Accepts connections for one agent: opens its listeners, and keeps connections until they are authenticated.
+"""Accepts connections for one agent: opens its listeners, and keeps connections until they are authenticated, and
+messages until their sender is admitted.
 
 Any process that can reach a listener can connect to it, and send nothing. So each origin (an address; on one machine, a
 process) has a few slots. If they are full, a new connection replaces the oldest one, unless that one is very recent;
 then the new one is closed. A flood from one address takes no slots of others. An agent at the same address whose
 connection is closed, too, retries until it succeeds (``Router._cut``).
+
+No agent receives messages from a non-member. A restarted agent connects to the others long before they admit it, and
+each of them admits it at another moment: until then its messages are buffered. The same holds for a joining agent
+itself: until it is admitted, messages of the others are buffered.
 """
 
 from __future__ import annotations
@@ -16,11 +21,27 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .. import clock
-from . import addresses, tcp
-from .incoming import Incoming
-from .listeners import Listeners, listen_for
+from ..errors import ProtocolError
+from . import addresses, listeners
+from .link import NullReceiver, Receiver
+from .messages import Message, message_cost
+from .network_link import continues
 from .poller import Poller
-from .sockets import GREETING_SECONDS
+from .quotas import Quota
+from .sockets import GREETING_SECONDS, Incoming
+
+ENTRY = "~entry"
+"""The name of messages about entering, which do not wait."""
+CONNECTIONS = 2
+"""The limit from one agent to another: its link, and its replacement if the link was cut during the handshake."""
+ROOM = 16
+"""Places for one origin."""
+KNOWN_ROOM = 64
+"""Places for an origin where agents of the job are, besides one for each: a crowd there leaves them a good chance."""
+MOST_UNKNOWN = 256
+"""Places for all unknown origins together."""
+HURRY_SECONDS = 0.05
+"""So long a place is kept. A handshake takes an agent that is not busy a millisecond."""
 
 
 class Acceptor:
@@ -31,37 +52,41 @@ class Acceptor:
         make: Makes a connection of an accepted socket: one between machines if the second argument is true.
 
     Attributes:
+        private: The descriptor by which processes of this user find the private listener; -1 if there is none.
         unauthenticated: The connections that have not proved themselves yet.
         rejected: How many connections never did.
     """
 
     def __init__(self, poller: Poller, make: Callable[[socket.socket, bool], Incoming]) -> None:
+        self.private = -1
         self.unauthenticated = Unauthenticated()
         self.rejected = 0
+        self._poller = poller
         self._make = make
-        self._listeners = Listeners(poller)
+        self._listeners: list[listeners.RateLimitedListener] = []
         self._far: socket.socket | None = None  # listens for agents of other machines
 
-    @property
-    def private(self) -> int:
-        """The descriptor by which processes of this user find the socket that is for them; -1: there is none."""
-        return self._listeners.private
+    def _listen(self, sock: socket.socket, on_accept: Callable[[socket.socket, Any], None]) -> None:
+        self._listeners.append(listeners.RateLimitedListener(sock, self._poller, on_accept))
 
     def listen_locally(self) -> str:
         """Listen for processes of this machine; the name of the socket."""
         name = f"shoal-{clock.random_hex(16)}"
-        self._listeners.open(addresses.listen(name), self._accept_local)
+        self._listen(addresses.listen_unix(name), self._accept_local)
         self.listen_privately()
         return name
 
     def listen_privately(self) -> None:
-        """Open the socket for processes of this user, if the system allows."""
-        self._listeners.open_private(self._accept_local)
+        """Open a listener for processes of this user, if the system allows."""
+        private = listeners.listen_privately()
+        if private is not None:
+            sock, self.private = private
+            self._listen(sock, self._accept_local)
 
     def listen_between_machines(self, host: str, ports: range) -> int:
         """Listen on an address, at the first free one of some ports; which that is."""
-        self._far = tcp.listen(host, ports)
-        self._listeners.open(self._far, self._accept_remote)
+        self._far = addresses.listen_tcp(host, ports)
+        self._listen(self._far, self._accept_remote)
         return int(self._far.getsockname()[1])
 
     def expect(self, hosts: Iterable[str]) -> None:
@@ -69,9 +94,9 @@ class Acceptor:
         known = [host for host in hosts if host]
         for host in known:
             self.unauthenticated.expect(origin_of(host))
-        for_agents = listen_for(known, self._far) if self._far is not None else None
+        for_agents = listeners.listen_for(known, self._far) if self._far is not None else None
         if for_agents is not None:
-            self._listeners.open(for_agents, self._accept_remote)
+            self._listen(for_agents, self._accept_remote)
 
     def expect_one_more(self, host: str) -> None:
         """An agent has come later, which is at this address."""
@@ -113,7 +138,8 @@ class Acceptor:
         """Close connections that say nothing; look at listeners again."""
         # A process that connects and sends nothing would otherwise keep a descriptor and a place until this agent ends.
         self.unauthenticated.forget(now - GREETING_SECONDS)
-        self._listeners.check(now)
+        for listener in self._listeners:
+            listener.check(now)
 
     @property
     def next_check(self) -> float:
@@ -121,28 +147,22 @@ class Acceptor:
         when = float("inf")
         if self.unauthenticated.origins:
             when = next(iter(self.unauthenticated.origins)).since + GREETING_SECONDS
-        for listener in self._listeners.opened:
+        for listener in self._listeners:
             if listener.next_turn < when:
                 when = listener.next_turn
         return when
 
     def descriptors(self) -> list[int]:
         """The descriptors that a forked child must close, without those of connections."""
-        return self._listeners.descriptors()
+        return [*(listener.sock.fileno() for listener in self._listeners), self.private]
 
     def close(self) -> None:
-        self._listeners.close()
+        for listener in self._listeners:
+            listener.close()
+        if self.private >= 0:
+            os.close(self.private)
+        self._listeners, self.private = [], -1
         self.unauthenticated = Unauthenticated()
-
-
-ROOM = 16
-"""Places for one origin."""
-KNOWN_ROOM = 64
-"""Places for an origin where agents of the job are, besides one for each: a crowd there leaves them a good chance."""
-MOST_UNKNOWN = 256
-"""Places for all unknown origins together."""
-HURRY_SECONDS = 0.05
-"""So long a place is kept. A handshake takes an agent that is not busy a millisecond."""
 
 
 def origin_of(address: str) -> str:
@@ -213,3 +233,101 @@ class Unauthenticated:
 
     def __iter__(self) -> Iterator[Incoming]:
         return iter(list(self.origins))
+
+
+class BufferingReceiver(NullReceiver):
+    """The :class:`Receiver` of a connection from an agent that is not admitted.
+
+    An agent whose connection is cut connects again. The remaining notifications are for outgoing connections.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._kept: list[tuple[int, Message]] = []
+        self._quota = Quota("messages that arrived before it was admitted")
+        self._closed: tuple[int, str, bool, bool] | None = None
+
+    def on_message(self, source: int, message: Message) -> None:
+        if message.name == ENTRY:
+            self._receiver.on_message(source, message)
+        else:
+            # An agent that is not admitted may send for as long as it waits. Without a quota its messages could fill
+            # this agent's memory.
+            self._quota.acquire(message_cost(message))
+            self._kept.append((source, message))
+
+    def on_arrived(self, source: int, message: Message) -> None:
+        self._receiver.on_arrived(source, message)
+
+    def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None:
+        # Kept like a message: reported now, it would be the end of an agent that is not a member, before the messages
+        # that came ahead of it.
+        self._closed = (peer, cause, final, certain)
+
+    def open(self) -> None:
+        """Deliver the buffered messages in their order."""
+        for source, message in self._kept:
+            self._receiver.on_message(source, message)
+        self._kept = []
+        if self._closed is not None:
+            self._receiver.on_closed(*self._closed)
+
+
+class PendingPeers:
+    """The connections from agents that are not admitted, and from all while this agent itself is not."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Incoming, BufferingReceiver] = {}
+        self._admitted: list[tuple[Incoming, BufferingReceiver]] = []
+
+    def introduce(self, connection: Incoming, receiver: Receiver) -> None:
+        """Buffer the messages of an authenticated connection for ``receiver``.
+
+        Raises:
+            ProtocolError: The agent has too many connections.
+        """
+        self.forget_before(connection.peer, connection.incarnation)
+        waiting = self.of(connection.peer, connection.incarnation)
+        if waiting and continues(connection, waiting[0]):
+            self.replace(waiting[0], connection)
+            return
+        if len(waiting) >= CONNECTIONS:
+            raise ProtocolError("it opened one connection more while it waits to be admitted")
+        self._waiting[connection] = buffer = BufferingReceiver(receiver)
+        connection.deliver_to(buffer)
+
+    def forget_before(self, rank: int, incarnation: int) -> None:
+        """Drop the connections that were cut of earlier starts of an agent: nothing continues them."""
+        for known in list(self._waiting):
+            if known.peer == rank and known.incarnation < incarnation and known.sock.fileno() < 0:
+                del self._waiting[known]
+
+    def remove(self, connection: Incoming) -> bool:
+        """A connection has ended. False if it was not pending."""
+        return self._waiting.pop(connection, None) is not None
+
+    def replace(self, before: Incoming, connection: Incoming) -> None:
+        """One connection has replaced another, if that was pending."""
+        if before in self._waiting:
+            self._waiting[connection] = self._waiting.pop(before)
+        # Admitted, and not yet open: the buffered messages must be forwarded to the connection in use.
+        self._admitted = [(connection if known is before else known, buffer) for known, buffer in self._admitted]
+
+    def of(self, rank: int, incarnation: int) -> list[Incoming]:
+        """The pending connections of an agent."""
+        return [pending for pending in self._waiting if (pending.peer, pending.incarnation) == (rank, incarnation)]
+
+    def admit(self, connection: Incoming) -> None:
+        """The agent becomes a member; its buffered messages follow with :meth:`open`."""
+        self._admitted.append((connection, self._waiting.pop(connection)))
+
+    def open(self, receiver: Receiver) -> None:
+        """Deliver the buffered messages of admitted agents. For the driving thread."""
+        while self._admitted:
+            connection, buffer = self._admitted.pop(0)
+            # This thread also reads the connections, so no newer message can come between the buffered ones.
+            connection.deliver_to(receiver)
+            buffer.open()
+
+    def __iter__(self) -> Iterator[Incoming]:
+        return iter(list(self._waiting))

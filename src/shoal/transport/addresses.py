@@ -1,7 +1,7 @@
-"""Addresses of this machine: the address of an interface, and the one by which other machines reach it. IPv4 and
-IPv6.
+"""Addresses of this machine, IPv4 and IPv6, and the sockets that listen at addresses or connect to them.
 
-The functions for Unix sockets let the kernel identify the user of each end to the other. :func:`owner_of` finds the
+An address is that of an interface, or the one by which other machines reach this one. TCP sockets between machines
+detect silent hosts. Unix sockets let the kernel identify the user of each end to the other. :func:`owner_of` finds the
 user at the other end of a TCP connection, if that socket is in the same network namespace: the kernel's socket
 diagnosis (``sock_diag(7)``) answers for one connection. A list of all connections, as in ``/proc/net/tcp``, would take
 longer the more connections a stranger opens.
@@ -27,6 +27,13 @@ _LINK_LOCAL = 0x20
 _NOT_USABLE = 0x40 | 0x08  # not yet known to be the only one of its kind on the link, or known not to be
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that no machine has, with the same route as to the rest of the world."""
+DEAD_HOST_SECONDS = 20
+SYN_COUNT = 3
+"""How often a request to connect is repeated: it is given up after 15 s, or 19 on a kernel that begins more evenly."""
+UNSENT_BYTES = 1 << 17
+"""The bytes that the system queues unsent: a small message waits behind at most this part of a large one."""
+UNREACHABLE = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM})
+"""Errors of an attempt to connect that a firewall may cause, or an outage that passes."""
 
 
 def numeric(text: str) -> str:
@@ -203,7 +210,8 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-def listen(name: str) -> socket.socket:
+def listen_unix(name: str) -> socket.socket:
+    """Listen at an abstract name of a Unix socket."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.bind("\0" + name)
     sock.listen(1024)
@@ -212,7 +220,7 @@ def listen(name: str) -> socket.socket:
 
 
 def connect(name: str) -> socket.socket:
-    """Connect without waiting: if the queue is full, the first read raises that it is not connected.
+    """Connect to a Unix socket without waiting: if the queue is full, the first read raises that it is not connected.
 
     ``name`` begins with a zero byte, or is a path.
     """
@@ -228,6 +236,85 @@ def connect(name: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def listen_tcp(address: str, ports: range = range(1)) -> socket.socket:
+    """Listen on one address, at the first free port of ``ports``; 0 is a port that the system picks.
+
+    Raises:
+        OSError: No port is free.
+    """
+    for port in ports:
+        family, name = resolved(address, port)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a job before do not matter
+            sock.bind(name)
+            sock.listen(1024)
+            # For the listener that is for agents (listeners.py). After listen(): two agents would share a port
+            # otherwise.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise
+        sock.setblocking(False)
+        return sock
+    raise OSError(
+        errno.EADDRINUSE,
+        f"none of the ports {ports[0]} to {ports[-1]} is free on {address}: each agent of this machine needs one. Give "
+        "SHOAL_PORTS more of them",
+    )
+
+
+def start_connecting(address: str, port: int) -> socket.socket:
+    """Connect by TCP, without waiting."""
+    family, name = resolved(address, port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    tune(sock)
+    try:
+        sock.connect(name)
+    except BlockingIOError:
+        pass
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+            return sock  # no local port is free, as in a flood from here: the first read raises the error
+        sock.close()
+        raise
+    return sock
+
+
+def unconnected(address: str) -> socket.socket:
+    """A socket whose first read raises that it is not connected."""
+    sock = socket.socket(resolved(address, 0)[0], socket.SOCK_STREAM)
+    sock.setblocking(False)
+    return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """Set no delay for small messages, and detect a host that vanished silently after ``DEAD_HOST_SECONDS``.
+
+    The receiving side detects it, by probes that a running host answers independently of its processes.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_HOST_SECONDS // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_HOST_SECONDS // 4)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, SYN_COUNT)
+
+
+def expect_answers(sock: socket.socket, expected: bool) -> None:
+    """Whether the host of the peer must confirm what this side sends within ``DEAD_HOST_SECONDS``.
+
+    The receiving side needs it: the system sends no probes while its last report of arrived units is unconfirmed. The
+    sending side must not have it: it would also end the connection to an agent that is stopped or busy for so long and
+    reads nothing, for which deadlines exist.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_HOST_SECONDS if expected else 0)
 
 
 Address = tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
+from .messages import Message
 from .shared_regions import Arena, Region
-from .wire import Message
 
 
 class Published:
@@ -52,7 +52,9 @@ class Published:
     def bytes(self, start: int, stop: int) -> memoryview:
         """Elements ``start`` to ``stop`` as bytes, in place."""
         if self._bytes is None:
-            flat = self.on_cpu.view(torch.uint8) if self.data.numel() else torch.empty(0, dtype=torch.uint8)
+            flat = (
+                self.on_cpu.view(torch.uint8) if self.data.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             self._bytes = memoryview(flat.numpy())  # type: ignore[arg-type]
         size = self.data.element_size()
         return self._bytes[start * size : stop * size]
@@ -105,7 +107,7 @@ class Receiver(Protocol):
             certain: The peer's process has ended, or the peer closed the connection; else the network may have failed.
         """
 
-    def on_cut(self, peer: int, cause: str) -> None:
+    def on_cut(self, peer: int) -> None:
         """The peer's connection was cut although the peer may live: then it connects again."""
 
     def on_shut_out(self, peer: int) -> None:
@@ -128,7 +130,7 @@ class NullReceiver:
 
     def on_closed(self, peer: int, cause: str, final: bool = False, certain: bool = False) -> None: ...
 
-    def on_cut(self, peer: int, cause: str) -> None: ...
+    def on_cut(self, peer: int) -> None: ...
 
     def on_shut_out(self, peer: int) -> None: ...
 

@@ -54,7 +54,7 @@ class RateLimitedListener:
 
     def __init__(self, sock: socket.socket, poller: Poller, on_accept: Callable[[socket.socket, Any], None]) -> None:
         self.sock = sock
-        self.next_turn = float("inf")  # where it is shut
+        self.next_turn = float("inf")  # when polling resumes; inf while it is polled
         self._poller = poller
         self._on_accept = on_accept
         self._credit = AT_ONCE_SECONDS
@@ -109,46 +109,6 @@ class RateLimitedListener:
         self.sock.close()
 
 
-class Listeners:
-    """The listeners of one agent.
-
-    Attributes:
-        private: The descriptor by which processes of this user find the private listener; -1 if there is none.
-        opened: All of them.
-    """
-
-    def __init__(self, poller: Poller) -> None:
-        self.private = -1
-        self._poller = poller
-        self.opened: list[RateLimitedListener] = []
-
-    def open(self, sock: socket.socket, on_accept: Callable[[socket.socket, Any], None]) -> None:
-        """Poll a listener."""
-        self.opened.append(RateLimitedListener(sock, self._poller, on_accept))
-
-    def open_private(self, on_accept: Callable[[socket.socket, Any], None]) -> None:
-        """Open a listener for processes of this user, if the system allows."""
-        private = listen_privately()
-        if private is not None:
-            sock, self.private = private
-            self.open(sock, on_accept)
-
-    def check(self, now: float) -> None:
-        """Poll the listeners again that are due."""
-        for listener in self.opened:
-            listener.check(now)
-
-    def descriptors(self) -> list[int]:
-        return [*(listener.sock.fileno() for listener in self.opened), self.private]
-
-    def close(self) -> None:
-        for listener in self.opened:
-            listener.close()
-        if self.private >= 0:
-            os.close(self.private)
-        self.opened, self.private = [], -1
-
-
 def listen_privately() -> tuple[socket.socket, int] | None:
     """A Unix socket that processes of other users cannot connect to, and the descriptor by which peers find it.
 
@@ -158,7 +118,7 @@ def listen_privately() -> tuple[socket.socket, int] | None:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-            path = Path(folder, "door")
+            path = Path(folder, "socket")
             sock.bind(str(path))
             # Between bind() and listen(): a process of another user that connects before the rights are set is refused,
             # as nobody listens yet.

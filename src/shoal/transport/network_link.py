@@ -8,26 +8,29 @@ the bytes that had arrived (``retransmit.py``).
 from __future__ import annotations
 
 import errno
+import hashlib
 import socket
 import struct
+import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 
-from .authentication.handshake import Accepting, Connecting, Keys
-from .authentication.message_auth import Check, CorruptMessage, MacSeal, sums
-from .authentication.tls import RECORD_BYTES, Certificates, Encrypted
-from .incoming import Incoming
+from ..errors import ProtocolError
+from .addresses import UNREACHABLE, expect_answers, tune
+from .authentication import Accepting, Connecting, CorruptMessage, Keys, MacSeal
 from .link import Published, Receiver
+from .messages import PACKET_BYTES, Kind, Message, Payload, Where, decode, encode, frames
 from .poller import Poller
 from .quotas import MACHINE_BYTES, Quota
 from .retransmit import ConnectionCut, ReceivedOffset, SendBuffer
 from .shared_regions import ResultPool
-from .sockets import ARRIVED, Established, Outgoing, detached
-from .tcp import UNREACHABLE, tune
-from .wire import PACKET_BYTES, Kind, Message, Payload, ProtocolError, Where, decode, encode, frames
+from .sockets import ARRIVED, Established, Incoming, Outgoing
+from .tls import RECORD_BYTES, Certificates, Encrypted
 
 CHUNK_BYTES = 1 << 20
 READ_BYTES = PACKET_BYTES + (1 << 10)
@@ -39,6 +42,34 @@ WAKE_BYTES = 1 << 16
 _LENGTH = struct.Struct("<II")
 """The length of a packet, and its complement, so that a wrong length is detected before the packet is awaited."""
 _ALL_BITS = (1 << 32) - 1
+_COLUMNS = 512
+Check = Callable[[memoryview], str]
+"""A checksum of one chunk."""
+
+
+def sums(chunk: memoryview) -> str:
+    """A :data:`Check` against accidents, at the speed of memory: a CRC of the sums along the rows and along the columns
+    of a table of 64-bit words. One flipped bit changes one sum of each, and only errors at four corners of a rectangle
+    can change none.
+    """
+    words = np.frombuffer(chunk, np.uint64, len(chunk) // 8)
+    table = words[: len(words) // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
+    crc = zlib.crc32(table.sum(0))
+    crc = zlib.crc32(table.sum(1), crc)
+    return f"{zlib.crc32(chunk[table.nbytes :], crc):08x}"
+
+
+def strong(chunk: memoryview) -> str:
+    """A :data:`Check` against deliberate changes, if the secret was given to the agents.
+
+    A secret that rank 0 generated can have been read in the store: then :func:`sums`, at a tenth of the cost, do.
+    """
+    return hashlib.sha256(chunk).hexdigest()
+
+
+def unchecked(chunk: memoryview) -> str:
+    """A :data:`Check` that detects nothing, for transports with their own integrity check."""
+    return ""
 
 
 class Guard(NamedTuple):
@@ -259,6 +290,7 @@ class NetworkIncoming(Incoming):
         guard: Guard = OPEN,
     ) -> None:
         tune(sock)
+        expect_answers(sock, True)
         super().__init__(sock, greeting, poller, receiver)
         self._guard = guard
         self._tls: Encrypted | None = None
@@ -289,6 +321,7 @@ class NetworkIncoming(Incoming):
     def give_to(self, link: NetworkLink, keys: Keys, welcome: bytes) -> None:
         """Hand the socket over to a link, which sends over this reverse connection."""
         sock, self.sock = self.sock, detached(self.sock, self._poller)
+        expect_answers(sock, False)
         link.take_over(sock, keys, self._tls)
         sock.send(welcome)
 
@@ -430,7 +463,7 @@ class NetworkIncoming(Incoming):
             if message.nbytes > MACHINE_BYTES:
                 raise ProtocolError(f"a tensor of {message.nbytes:,} bytes, more than this machine has")
             # Before the memory is allocated: a peer may announce any number of tensors and send none of them.
-            self._announced.take(message.nbytes)
+            self._announced.acquire(message.nbytes)
             data = self._pool.empty((message.nbytes // message.dtype.itemsize,), message.dtype)
             message.payload = Payload(data, 0)
             self._arriving[message.token] = _Arriving(message, message.payload, _bytes_of(data))
@@ -455,3 +488,11 @@ def continues(connection: Incoming, before: Incoming) -> bool:
         return False
     connection.continue_from(before)
     return True
+
+
+def detached(sock: socket.socket, poller: Poller) -> socket.socket:
+    """A closed socket that replaces a socket whose connection another object takes over."""
+    poller.remove(sock.fileno())
+    closed = socket.socket()
+    closed.close()
+    return closed

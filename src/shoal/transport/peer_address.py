@@ -149,7 +149,7 @@ class ProcessWatch:
     def __init__(self, poller: Poller, on_end: Callable[[int], None]) -> None:
         self._poller = poller
         self._on_end = on_end
-        self._pidfds: dict[int, int] = {}
+        self._watched: dict[int, tuple[PeerId, int]] = {}  # with its descriptor
 
     def watch(self, place: PeerId) -> None:
         """Watch the process of an agent, if this process can see it."""
@@ -162,25 +162,28 @@ class ProcessWatch:
         if process_start(place.pid) != place.started:  # it has ended, and its number is another one's
             os.close(fd)
             return
-        self._pidfds[place.rank] = fd
-        self._poller.add(fd, lambda _: self._end(place.rank))
+        self._watched[place.rank] = place, fd
+        self._poller.add(fd, lambda _: self._end(place))
 
-    def _end(self, rank: int) -> None:
-        self.forget(rank)
-        self._on_end(rank)
+    def _end(self, place: PeerId) -> None:
+        # A callback of the same poll may have admitted the next start of this rank, whose process has not ended.
+        known = self._watched.get(place.rank)
+        if known is not None and known[0] is place:
+            self.forget(place.rank)
+            self._on_end(place.rank)
 
     def forget(self, rank: int) -> None:
-        fd = self._pidfds.pop(rank, None)
-        if fd is not None:
-            self._poller.remove(fd)
-            os.close(fd)
+        known = self._watched.pop(rank, None)
+        if known is not None:
+            self._poller.remove(known[1])
+            os.close(known[1])
 
     def __contains__(self, rank: int) -> bool:
-        return rank in self._pidfds
+        return rank in self._watched
 
     def descriptors(self) -> list[int]:
-        return list(self._pidfds.values())
+        return [fd for _, fd in self._watched.values()]
 
     def close(self) -> None:
-        for rank in list(self._pidfds):
+        for rank in list(self._watched):
             self.forget(rank)

@@ -1,7 +1,8 @@
-"""Quotas: how much of an agent each peer may use: kept messages, memory, mappings, descriptors.
+"""The quotas of a peer, which limit what it can cost this agent.
 
-No agent that runs this code reaches them, whatever its script does. A peer that exceeds one counts as lost, by name,
-and its share is freed. Tensors in the sender's own memory cost the receiver nothing and do not count.
+A quota limits how much of an agent each peer may use: kept messages, memory, mappings, descriptors. No agent that runs
+this code reaches them, whatever its script does. A peer that exceeds one counts as lost, by name, and its share is
+freed. Tensors in the sender's own memory cost the receiver nothing and do not count.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 
-from .wire import Message, ProtocolError, Where
+from ..errors import ProtocolError
 
 MESSAGES = 1 << 15
 """Messages of one peer that are kept until this agent needs them; also its announced tensors, and its questions.
@@ -44,12 +45,12 @@ class Quota:
         self.count = 0
         self.nbytes = 0
 
-    def take(self, nbytes: int) -> None:
+    def acquire(self, nbytes: int) -> None:
         """Charge one more, of this many bytes. ProtocolError if it exceeds the quota."""
         if self.count >= MESSAGES or self.nbytes + nbytes > KEPT_BYTES:
             raise ProtocolError(
-                f"it has passed its budget of {MESSAGES:,} {self._counted}, or {KEPT_BYTES:,} bytes of them: there are "
-                f"{self.count:,} of {self.nbytes:,} bytes, and it sent one more of {nbytes:,}"
+                f"it has exceeded its quota of {MESSAGES:,} {self._counted}, or {KEPT_BYTES:,} bytes of them: there "
+                f"are {self.count:,} of {self.nbytes:,} bytes, and it sent one more of {nbytes:,}"
             )
         self.count += 1
         self.nbytes += nbytes
@@ -57,8 +58,3 @@ class Quota:
     def release(self, nbytes: int) -> None:
         self.count -= 1
         self.nbytes -= nbytes
-
-
-def message_cost(message: Message) -> int:
-    """Bytes of a message's tensor or body that are kept here."""
-    return message.nbytes if message.where is Where.INLINE or message.where is Where.STREAM else len(message.body)

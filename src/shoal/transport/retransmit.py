@@ -12,7 +12,7 @@ import errno
 from collections import deque
 from typing import Generic, TypeVar
 
-from .protocol import ProtocolError
+from ..errors import ProtocolError
 
 T = TypeVar("T")
 ACKNOWLEDGE_AFTER_UNITS = 64

@@ -14,19 +14,23 @@ pass.
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .. import clock
+from ..errors import ProtocolError
 from .acceptor import Acceptor
-from .authentication.handshake import MESSAGES, REVERSED, Accepting
-from .incoming import Incoming
+from .authentication import MESSAGES, REVERSED, Accepting
 from .link import Link, NullReceiver, Receiver
+from .messages import Kind, Message
 from .network_link import NetworkIncoming, NetworkLink
 from .peer_address import PeerId
 from .retransmit import ConnectionCut
-from .sockets import Outgoing
+from .sockets import Incoming, Outgoing
 
+CONNECT = "~connect"
+"""The name of requests for a reversed connection that other agents pass on."""
 ASK_SECONDS = 1.0
 """The time a connection may take before the peer is requested to open it, and between two requests."""
 SOON_SECONDS = 0.25
@@ -58,8 +62,11 @@ class ReverseConnectionHost(Protocol):
     links: dict[int, Link]
     is_joining: bool
     acceptor: Acceptor
+    send: Callable[[int, Message], None]
 
     def address_of(self, peer: int) -> tuple[str, int]: ...
+
+    def transport_to(self, rank: int) -> str: ...
 
     def receives_from(self, rank: int) -> bool: ...
 
@@ -67,7 +74,7 @@ class ReverseConnectionHost(Protocol):
 
     def may_open_for(self, peer: int) -> bool: ...
 
-    def outgoing(self, peer: int, receiver: Receiver, asks: bool = False, purpose: int = MESSAGES) -> Outgoing: ...
+    def outgoing(self, peer: int, receiver: Receiver, purpose: int = MESSAGES) -> Outgoing: ...
 
     def receive_over(self, link: NetworkLink) -> None: ...
 
@@ -84,6 +91,8 @@ class ReverseConnections:
         self._agent = agent
         self._attempts: dict[int, _Attempts] = {}
         self._opening: dict[int, Outgoing] = {}
+        self._requests = 0  # requests of this agent that others pass on
+        self._passed_on: dict[tuple[int, int], int] = {}  # the last request's number, by origin and target
 
     # For messages of this agent
 
@@ -168,6 +177,10 @@ class ReverseConnections:
             return float("inf")
         return float("inf") if self._agent.receives_from(peer) else attempts.since + attempts.limit
 
+    def problems_with(self, ranks: list[int]) -> str:
+        """Why this agent has no connection to some of these ranks; empty if it has them or needs none."""
+        return "; ".join(filter(None, map(self.problem_with, ranks)))
+
     @staticmethod
     def _is_settled(link: NetworkLink) -> bool:
         return link.open or (not link.is_reversed and link.is_connected)
@@ -215,6 +228,40 @@ class ReverseConnections:
         # one that never proved itself.
         self._agent.acceptor.unauthenticated.remove(connection)
         connection.give_to(link, greeting.keys, greeting.welcome())
+
+    # Requests that other agents pass on
+
+    def ask_others(self, target: int) -> None:
+        """Request through other agents that a peer connects to this agent, which cannot connect to the peer."""
+        self._requests += 1
+        self._pass_on(Message(Kind.ASK, CONNECT, CONNECT, self._requests, self._agent.rank, target))
+
+    def on_request(self, request: Message) -> None:
+        """Handle an agent's request that another agent connects to it: connect, or pass the request on, once.
+
+        Raises:
+            ProtocolError: A rank of the request does not exist.
+        """
+        origin, target = request.stage, request.token
+        if max(origin, target) >= len(self._agent.places):
+            raise ProtocolError(f"a connect request from rank {origin} to rank {target} names an unknown rank")
+        if origin == self._agent.rank or request.round <= self._passed_on.get((origin, target), 0):
+            return
+        # Agents that pass each request on to all others would do so endlessly without this record.
+        self._passed_on[origin, target] = request.round
+        if target == self._agent.rank:
+            self.connect_back(origin)
+        else:
+            self._pass_on(replace(request, tail=b""))
+
+    def _pass_on(self, request: Message) -> None:
+        """Send a request over all open links, because a queued request would arrive too late."""
+        agent, target = self._agent, request.token
+        for peer, link in list(agent.links.items()):
+            if not isinstance(link, Outgoing) or link.open:
+                agent.send(peer, request)
+        if target not in agent.links and agent.transport_to(target) != "network":
+            agent.send(target, request)
 
     # For messages to this agent
 

@@ -16,29 +16,28 @@ from typing import Any
 import torch
 
 from .. import clock
-from . import addresses, network_link, shared_memory, status_socket, tcp
-from .acceptor import Acceptor
+from ..errors import ProtocolError
+from . import addresses, network_link, shared_memory, status_socket
+from .acceptor import CONNECTIONS, Acceptor, PendingPeers
 from .addresses import beside, is_loopback
-from .authentication.handshake import MESSAGES, QUESTION, Accepting, Connecting
-from .authentication.message_auth import strong, sums, unchecked
-from .authentication.tls import Certificates
-from .incoming import Incoming
+from .authentication import MESSAGES, Accepting, Connecting
 from .link import Link, Receiver
+from .messages import Message
+from .network_link import strong, sums, unchecked
 from .peer_address import Endpoint, PeerId, ProcessWatch, address_for_listening, choose_transports, local_peer_id
-from .pending_peers import CONNECTIONS, PendingPeers
 from .poller import Poller
-from .protocol import ProtocolError
 from .reverse_connections import ReverseConnections
 from .shared_regions import Arena, ResultPool
-from .sockets import Outgoing
+from .sockets import Incoming, Outgoing
 from .threads import ThreadInbox, ThreadLink
+from .tls import Certificates
 
 log = logging.getLogger("shoal")
 
 AGAIN_SECONDS, AGAIN_AT_MOST = 0.01, 0.1
 """The first pause before a link that was cut is tried again, and the longest."""
-LOUD = 15
-"""The attempt after which the retries are logged: they have taken a second."""
+LOG_AT_ATTEMPT = 15
+"""The attempt at which retrying is logged, once: about a second after the cut."""
 
 
 class Router:
@@ -76,7 +75,6 @@ class Router:
         self._shut_out: set[int] = set()  # lost agents
         self._cut_off: dict[int, Incoming] = {}  # the last connection from each agent, until it was cut
         self._answer: Callable[[int, int], int] = lambda rank, incarnation: 0
-        self._ask_others: Callable[[int], None] = lambda peer: None
         self.reversing = ReverseConnections(self)
         self._processes = ProcessWatch(poller, self._on_process_end)
 
@@ -92,9 +90,9 @@ class Router:
         """Set the answer to a peer that only probes, by its rank and incarnation."""
         self._answer = answer
 
-    def ask_others_by(self, ask: Callable[[int], None]) -> None:
-        """Set how other agents ask a peer for a reverse connection; see :mod:`~.reverse_connections`."""
-        self._ask_others = ask
+    def send_by(self, send: Callable[[int, Message], None]) -> None:
+        """Set how a message is sent to a member; messages to other ranks are dropped."""
+        self.send = send
 
     def describe_by(self, describe: Callable[[float], dict[str, Any]]) -> None:
         """Set the function that gives this agent's status; see :mod:`~.status_socket`."""
@@ -188,9 +186,9 @@ class Router:
         link.may_be_refused = lambda peer: peer not in self._cut_off  # its process has ended, where that was cut
         return link
 
-    def outgoing(self, peer: int, receiver: Receiver, asks: bool = False, purpose: int = MESSAGES) -> Outgoing:
-        """A connection to a peer in another process; ``asks``: only for a probe."""
-        sock, greeting = self._connect(peer, QUESTION if asks else purpose)
+    def outgoing(self, peer: int, receiver: Receiver, purpose: int = MESSAGES) -> Outgoing:
+        """Connect to a peer in another process. ``purpose``: MESSAGES, QUESTION (a probe) or REVERSED."""
+        sock, greeting = self._connect(peer, purpose)
         if self._kinds[peer] == "shared_memory":
             return shared_memory.SharedMemoryLink(sock, peer, greeting, self.poller, receiver)
         return network_link.NetworkLink(sock, peer, greeting, self.poller, receiver, self._guard)
@@ -202,12 +200,12 @@ class Router:
             sock = self._connect_locally(place, self.endpoints[peer])
         else:
             try:
-                sock = tcp.start_connecting(*self.address_of(peer))
+                sock = addresses.start_connecting(*self.address_of(peer))
             except OSError as error:
-                if error.errno not in tcp.UNREACHABLE or peer not in self.reversing:
+                if error.errno not in addresses.UNREACHABLE or peer not in self.reversing:
                     raise
                 self.reversing.unreachable(peer, error)
-                sock = tcp.unconnected(self.address_of(peer)[0])  # the first read raises the error
+                sock = addresses.unconnected(self.address_of(peer)[0])  # the first read raises the error
         return sock, Connecting(self._secret, self.rank, peer, self.place.incarnation, place.incarnation, purpose)
 
     def address_of(self, peer: int) -> tuple[str, int]:
@@ -243,10 +241,10 @@ class Router:
         self.reversing.failed(link, link.problem)
         tries = self._tries[link.peer] = 0 if at_once else self._tries.get(link.peer, 0) + 1
         # A drawn part of it, or all agents would come back to a flooded listener at the same moments.
-        pause = min(AGAIN_AT_MOST, AGAIN_SECONDS * 2.0 ** min(tries - 1, LOUD)) * clock.uniform(0.5, 1.0)
+        pause = min(AGAIN_AT_MOST, AGAIN_SECONDS * 2.0 ** min(tries - 1, 10)) * clock.uniform(0.5, 1.0)
         self._again[link.peer] = clock.monotonic() + (pause if tries else 0.0)
         self.poller.wake()
-        if tries == LOUD:
+        if tries == LOG_AT_ATTEMPT:
             log.warning("rank %d has no link to rank %d yet, and goes on trying: %s", self.rank, link.peer, cause)
 
     def _try_again(self, peer: int) -> None:
@@ -267,7 +265,7 @@ class Router:
         if direct is not None:
             direct.ask_to_connect()
         else:
-            self._ask_others(peer)
+            self.reversing.ask_others(peer)
 
     def may_open_for(self, peer: int) -> bool:
         """Whether this agent may open a reverse connection to a peer."""
@@ -327,7 +325,7 @@ class Router:
         now = self.places[rank].incarnation
         return not self.is_joining and (incarnation < now or (incarnation == now and rank in self._shut_out))
 
-    def _on_incoming_cut(self, connection: Incoming, cause: str) -> None:
+    def _on_incoming_cut(self, connection: Incoming, _cause: str) -> None:
         """The incoming connection of an agent was cut. If it lives, it connects again."""
         # It is kept though it is closed: its count of units is where the next connection of this agent continues.
         connection.close()
@@ -335,7 +333,7 @@ class Router:
         if connection in known:
             known.remove(connection)
             self._cut_off[connection.peer] = connection
-            self._receiver.on_cut(connection.peer, cause)
+            self._receiver.on_cut(connection.peer)
 
     def _forget(self, connection: Incoming) -> None:
         if self.acceptor.has_ended(connection):
@@ -347,9 +345,10 @@ class Router:
 
     # Joining agents
 
-    def waits(self, rank: int, incarnation: int) -> bool:
+    def has_pending(self, rank: int, incarnation: int) -> bool:
         """Whether an agent is connected and waits to be admitted."""
-        return bool(self._pending_peers.of(rank, incarnation))
+        # A connection that was cut stays among them: the agent may connect again, or it may have ended.
+        return any(pending.sock.fileno() >= 0 for pending in self._pending_peers.of(rank, incarnation))
 
     def admit(self, place: PeerId, endpoint: Endpoint) -> None:
         """An agent has entered, with this address. Its buffered messages follow with :meth:`admit_pending`."""
@@ -364,6 +363,7 @@ class Router:
         self._kinds[rank] = choose_transports(self.place, [place], self._forced)[0]
         if rank not in self._processes:
             self._watch(place)
+        self._pending_peers.forget_before(rank, place.incarnation)
         for connection in self._pending_peers.of(rank, place.incarnation):
             self._pending_peers.admit(connection)
             self.incoming.setdefault(rank, []).append(connection)
@@ -404,8 +404,8 @@ class Router:
         """Whether any agent is still connected to us."""
         return any(self.incoming.values())
 
-    def knows(self, rank: int) -> bool:
-        """A connection to or from this rank is open, so that its end shows there."""
+    def has_connection(self, rank: int) -> bool:
+        """Whether this agent has a link to a rank, perhaps not open yet, or an open connection from it."""
         return rank in self.links or self.receives_from(rank)
 
     def receives_from(self, rank: int) -> bool:

@@ -22,28 +22,15 @@ import errno
 import os
 import socket
 
+from ..errors import ProtocolError
 from . import status_socket
-from .authentication.handshake import Accepting, Connecting
-from .authentication.message_auth import ChecksumSeal
-from .incoming import Incoming
+from .authentication import Accepting, ChecksumSeal, Connecting
 from .link import Published, Receiver
+from .messages import LOCKABLE, ON_DEVICE, PACKET_BYTES, Kind, Message, Payload, Where, decode, encode, frames
 from .poller import READ, Poller
 from .retransmit import ConnectionCut
 from .shared_regions import PeerMemory
-from .sockets import Outgoing
-from .wire import (
-    LOCKABLE,
-    ON_DEVICE,
-    PACKET_BYTES,
-    Kind,
-    Message,
-    Payload,
-    ProtocolError,
-    Where,
-    decode,
-    encode,
-    frames,
-)
+from .sockets import Incoming, Outgoing
 
 MANY_BYTES = PACKET_BYTES // 4
 """Of a packet that may have others behind it: messages that are sent at once share packets."""

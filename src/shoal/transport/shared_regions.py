@@ -30,9 +30,9 @@ import torch
 
 from .. import clock
 from .._signals import deferred
-from ..device import Memory, Unshareable, cuda
+from ..device import Memory, Unshareable, map_memory
+from ..errors import ProtocolError
 from . import quotas
-from .protocol import ProtocolError
 
 log = logging.getLogger("shoal")
 T = TypeVar("T")
@@ -77,6 +77,12 @@ def _no_memory(size: int) -> MemoryError:
     return MemoryError(f"the system cannot give {size:,} bytes of memory to Shoal's exchange buffers")
 
 
+def _as_bytes(area: mmap.mmap) -> torch.Tensor:
+    # Made in a caller's inference mode, it could not be written to by any thread outside of that mode.
+    with torch.inference_mode(False):
+        return torch.frombuffer(area, dtype=torch.uint8)
+
+
 class Segment:
     """One memory file of this agent, mapped."""
 
@@ -94,7 +100,7 @@ class Segment:
             if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
                 raise _no_memory(self.size) from error
             raise
-        self.data = torch.frombuffer(self.area, dtype=torch.uint8)
+        self.data = _as_bytes(self.area)
 
     def close(self) -> None:
         """Close the descriptor; the pages are freed when the last tensor over them is gone, here and at the readers."""
@@ -255,7 +261,7 @@ class Arena(_Returns[Region]):
         """An uninitialised contiguous tensor in a region of its own, which returns when the tensor is gone."""
         nbytes = math.prod(shape) * dtype.itemsize
         if not nbytes:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         # An interrupt between the two lines would lose the region: nobody would own it, and nobody return it.
         with deferred:
             region = self.allocate(nbytes)
@@ -313,7 +319,7 @@ class PeerMemory:
         try:
             self._check_number(ident)
             if lockable and len(self._descriptors) >= quotas.descriptor_limit():
-                raise ProtocolError(f"it has passed its budget of {quotas.descriptor_limit():,} windows")
+                raise ProtocolError(f"it has exceeded its quota of {quotas.descriptor_limit():,} windows")
             # Reading a page that the owner has cut off ends this process with SIGBUS.
             seals = fcntl.fcntl(fd, 1034)  # F_GET_SEALS
             if not seals & F_SEAL_SHRINK:
@@ -330,13 +336,13 @@ class PeerMemory:
             os.close(fd)
         if size >= HUGE_PAGE:
             area.madvise(mmap.MADV_HUGEPAGE)
-        self._segments[ident] = torch.frombuffer(area, dtype=torch.uint8)
+        self._segments[ident] = _as_bytes(area)
 
     def _check_number(self, ident: int) -> None:
         if ident in self._segments:
             raise ProtocolError(f"memory {ident} shared twice")
         if len(self._segments) >= quotas.SEGMENTS:
-            raise ProtocolError(f"it has passed its budget of {quotas.SEGMENTS:,} memory files that are shared")
+            raise ProtocolError(f"it has exceeded its quota of {quotas.SEGMENTS:,} memory files that are shared")
 
     def add_of_device(self, ident: int, fd: int, size: int) -> None:
         """Map memory of a device, and close its descriptor. If that fails, its tensors are meta tensors, and using them
@@ -347,7 +353,7 @@ class PeerMemory:
             if size > MOST_OF_DEVICE:
                 raise ProtocolError(f"{size:,} bytes of a device's memory")
             try:
-                data = cuda.map_memory(fd, size)
+                data = map_memory(fd, size)
             except (Unshareable, MemoryError, RuntimeError) as error:
                 why = str(error)  # a record of the error itself would keep its frames, and they memory
                 log.warning("memory of another agent's device cannot be mapped: %s", why)
@@ -402,7 +408,7 @@ class ResultPool(_Returns[tuple[mmap.mmap, int]]):
         """An uninitialised contiguous tensor. Small ones come from torch, whose allocator is good at them."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes < SMALL:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         with deferred:
             return self._over(self._block(size_class(nbytes)), nbytes, dtype).view(shape)
 

@@ -8,8 +8,8 @@ from collections import deque
 
 from .. import clock
 from .link import Published, Receiver
+from .messages import Message, Payload
 from .poller import Poller
-from .wire import Message, Payload
 
 _inboxes: weakref.WeakValueDictionary[str, ThreadInbox] = weakref.WeakValueDictionary()
 

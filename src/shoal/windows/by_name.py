@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from .._signals import deferred
-from ..operations.operation import Handle
-from ..ops.handles import poll, wait
+from ..execution.operation import Handle, poll, wait
 from ..runtime.agent import current
 from .registry import windows_of
 from .window import Weights, named, names, register, turn_off_associated_p, turn_on_associated_p

@@ -1,4 +1,4 @@
-"""Requests to the owner of a window on another machine, which serves them (``requests.py``)."""
+"""Requests to the owner of a window on another machine, which serves them (``owner_service.py``)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from .. import clock
 from ..engine.engine import Engine
 from ..errors import Mismatch
-from ..operations.operation import Handle, Operation
-from ..operations.stage import MORE, Exchange, Send, Steps
+from ..execution.operation import Handle, Operation
+from ..execution.stage import MORE, Exchange, Send, Steps
 from .window_memory import WindowLayout, WriteKind
 
 LOCK, UNLOCK = "win_lock", "win_unlock"
+NO_SHARE = float("inf")
+"""The p of a write that leaves the associated weight of the slot as it is."""
 PREFIX = "~window"
 """The prefix that distinguishes requests for windows from other messages."""
 
@@ -60,15 +62,20 @@ def ask(
     op, weights, tensor, share = request
 
     def steps(operation: Operation) -> Steps[dict[int, torch.Tensor]]:
-        published = {}
-        for weight in set(weights.values()):
-            scaled = torch.empty(0) if tensor is None else tensor if weight == 1 else tensor * weight
-            published[weight] = engine.publish(operation, scaled)
+        flat = torch.empty(0, device="cpu") if tensor is None else tensor
+        # Fractions are multiplied by the owner, as by a writer on its machine: rounded before the addition as well, an
+        # accumulate would have other bits. Whole numbers are multiplied here: a scale is exact up to 2^53 only.
+        whole = not (flat.is_floating_point() or flat.is_complex())
+        factors = {rank: weight if whole else 1 for rank, weight in weights.items()}
+        published = {
+            factor: engine.publish(operation, flat if factor == 1 else flat * factor)
+            for factor in set(factors.values())
+        }
         sends = []
         for rank, weight in weights.items():
-            shared = published[weight]
-            p = 0.0 if share is None else share * weight
-            sends.append(Send(rank, shared, 0, shared.data.numel(), (shared.data.numel(),), p))
+            shared, scale = published[factors[rank]], 1.0 if whole else weight
+            p = NO_SHARE if share is None else share * weight
+            sends.append(Send(rank, shared, 0, shared.data.numel(), (shared.data.numel(),), scale, p))
         yield Exchange(sends, (), digest=number)
         if op == UNLOCK:
             return {}

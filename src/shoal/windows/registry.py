@@ -19,16 +19,17 @@ import torch
 from .. import clock
 from .._signals import SLICE, deferred
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost
-from ..operations.operation import FailurePolicy, Handle, Operation
-from ..operations.profiling import deferred_span, profiler
-from ..operations.services import Service
-from ..operations.stage import Exchange, Send, Steps
+from ..execution.control_messages import Service
+from ..execution.events import deferred_span, profiler
+from ..execution.operation import FailurePolicy, Handle, Operation
+from ..execution.stage import Exchange, Send, Steps
+from ..kernels.native import by_value
 from ..runtime.agent import Agent, bind
+from ..transport.messages import DTYPES, Message
 from ..transport.shared_regions import Segment
-from ..transport.wire import DTYPES, Message
 from .locks import ByteLocks
-from .owner_requests import PREFIX, channel_of, name_of
-from .requests import AGAIN, Requests
+from .owner_requests import PREFIX, UNLOCK, channel_of, name_of
+from .owner_service import RETRY_SECONDS, OwnerService
 from .window_memory import WindowLayout, WindowMemory
 from .window_part import WindowPart
 
@@ -82,8 +83,9 @@ class Windows(Service):
         self.with_p = False
         self._lost: dict[int, PeerLost] = {}  # by thread: the loss that its last call that moved a tensor met, if any
         self._because: dict[int, int] = {}  # by agent that has left because of a loss: the lost rank
-        self._requests = Requests(self, self.engine)
+        self._requests = OwnerService(self, self.engine)
         self._windows: dict[str, WindowPart] = {}
+        self._being_made: set[str] = set()
         self._segments: dict[str, Segment] = {}
         self._worker: Worker | None = None
         self._closing = False
@@ -124,14 +126,25 @@ class Windows(Service):
     # Making and freeing
 
     def create(self, name: str, tensor: torch.Tensor, zero_init: bool, timeout: float | None) -> bool:
-        """Make a window together with all neighbours. False if this agent has one of that name."""
-        if name in self._windows:
-            return False
+        """Make a window together with all neighbours. False if this agent has one of that name, or is making it."""
+        # Under the lock: of two threads that make one window, the second would wait for a window that no neighbour
+        # makes, in the round after the first one's.
+        with self.engine.lock:
+            if name in self._windows or name in self._being_made:
+                return False
+            self._being_made.add(name)
+        try:
+            return self._create(name, tensor, zero_init, timeout)
+        finally:
+            self._being_made.discard(name)
+
+    def _create(self, name: str, tensor: torch.Tensor, zero_init: bool, timeout: float | None) -> bool:
         # The lost ranks come from the plan of the name, on which all agents agree. An agent's own view could be newer,
         # and its slots would be others than its neighbours assume.
         static = self.agent.topology.without(self.engine.plan(f"~plan {PREFIX} {name}").gone)  # the same on all
         # Only memory that neighbours can map, and in which the numbers lie as in a flat tensor, can be read in place.
-        found = self.engine.find_shared(tensor) if tensor.is_contiguous() and tensor.is_cpu else None
+        plain = tensor.is_contiguous() and tensor.is_cpu and not by_value(tensor)
+        found = self.engine.find_shared(tensor) if plain else None
         layout = WindowLayout(tuple(tensor.shape), tensor.dtype, static.mixing.source_ranks, found is None)
         segment = Segment(self.engine.next_region(), layout.nbytes)
         try:
@@ -165,12 +178,16 @@ class Windows(Service):
             with self.engine.lock:
                 self._windows[name] = window
                 self._segments[name] = segment
+                # The plan may be older than a loss: on_departure() was called before the window was registered here.
+                for rank in peers:
+                    if rank not in self.engine.alive or rank in operation.lost_ranks:
+                        window.lose(rank)
                 # The descriptor goes ahead of the header on the same link, because the receiver looks it up when the
                 # header arrives.
                 for rank in peers:
                     for ident, fd, lockable in regions:
                         self.engine.share_region(rank, ident, fd, lockable)
-            published = self.engine.publish(operation, torch.tensor(header))
+            published = self.engine.publish(operation, torch.tensor(header, device="cpu"))
             sends = [Send(rank, published, 0, len(header), (len(header),)) for rank in peers]
             arrived = yield Exchange(sends, peers, torch.int64, digest=static.digest)
             for rank, message in arrived.items():  # an agent lost since then has sent nothing
@@ -232,16 +249,28 @@ class Windows(Service):
                 # The mark is in the pages that neighbours on this machine have mapped. It reaches them without a
                 # message, also in the middle of a wait.
                 window.close(self.cause)
+                # Closing the locks does not end a wait for the reply of a far owner. It would keep the worker, and all
+                # nonblocking calls behind it, until the deadline.
+                if not self._closing:
+                    self._end_requests(window)
                 self.engine.retire_region(segment.ident)
                 segment.close()
                 self._requests.forget_window(window, channel_of(window_name))
             self.engine.wake()  # the driving thread has refusals to send
         return True
 
+    def _end_requests(self, window: WindowPart) -> None:
+        """Fail this agent's requests to far owners of a window that it has freed, except that a mutex is given back."""
+        for operation in self.engine.in_flight():
+            if operation.one_sided and operation.name == channel_of(window.name) and operation.op != UNLOCK:
+                self.engine.fail(operation, window.freed_by(operation.op, self.engine.rank))
+
     @property
     def cause(self) -> int | None:
         """The rank whose loss makes this agent free a window now; its own rank if it shuts down with windows open."""
-        for error in (self.engine.ended, *list(self._lost.values())):
+        # A loss that is survived makes nobody free a window.
+        losses = [] if self.engine.survives_losses else list(self._lost.values())
+        for error in (self.engine.ended, *losses):
             for rank in error.ranks if error is not None else ():
                 if rank >= 0:
                     return rank
@@ -313,7 +342,7 @@ class Windows(Service):
         since = clock.monotonic()
         self._waiting[me] = _CallWait(ranks, call, since)
         if call:
-            self.engine.begins_to_wait(since)
+            self.engine.check_after_wait(since)
         try:
             yield
         finally:
@@ -360,15 +389,15 @@ class Windows(Service):
         self._requests.forget(rank)
         for window in self._windows.values():
             window.lose(rank)
-        cause = self.cause if because is None else because
-        if self.engine.has_left(rank) and cause is not None:
+        view, cause = self.engine.view, self.cause if because is None else because
+        if rank in view.left and cause is not None:
             # An agent that left on purpose is no cause by itself: errors name the rank whose loss made it leave.
             self._because[rank] = cause
 
     def check(self, now: float) -> float:
         if now >= self._due:
             self._end_overdue(now)
-        return min(self._due, now + AGAIN if self._requests.again() else float("inf"))
+        return min(self._due, now + RETRY_SECONDS if self._requests.again() else float("inf"))
 
     def holds_topology(self) -> list[str]:
         return self.names

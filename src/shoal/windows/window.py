@@ -16,9 +16,10 @@ if the writer is killed, and no two writes mix, with or without a mutex. Concurr
 between two slots. Writes of one agent to one slot take effect in the order of the calls. A call that ended in
 :class:`~shoal.DeadlineExceeded` or :class:`~shoal.PeerLost` may have taken effect, and is never repeated.
 
-Location of the registered tensor. Neighbours read a tensor made by :func:`shoal.empty` in place: they see changes at
-once, and may see partial ones while you write to it with your own operations. Of any other tensor the window keeps a
-copy, which neighbours read. This agent's calls of ``create``, ``put``, ``accumulate`` and ``update`` renew the copy.
+Location of the registered tensor. Neighbours read a tensor made by :func:`shoal.windows.empty` in place: they see
+changes at once, and may see partial ones while you write to it with your own operations. Of any other tensor the window
+keeps a copy, which neighbours read. This agent's calls of ``create``, ``put``, ``accumulate`` and ``update`` renew the
+copy.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ import torch
 
 from .. import clock
 from .._signals import deferred
-from .._timeouts import parse_timeout
+from ..clock import parse_timeout
 from ..errors import NotInitialized
-from ..operations.operation import Handle
+from ..execution.operation import Handle
 from ..ops.arguments import as_ranks, channel_name, check_own_elements, check_tensor, detached
 from ..runtime.agent import current
-from ..transport.wire import DTYPES
+from ..transport.messages import DTYPES
 from .registry import Windows, windows_of
 from .window_memory import SlotState, WriteKind
 from .window_part import WindowPart
@@ -66,7 +67,7 @@ def create(tensor: torch.Tensor, name: str, zero_init: bool = False, *, timeout:
         Mismatch: A neighbour registers another shape or dtype, or has another topology.
 
     The neighbours are those of the topology that is set now; :func:`~shoal.set_topology` does nothing while there is a
-    window. Memory: two slots for each in-neighbour, and the tensor unless :func:`shoal.empty` made it.
+    window. Memory: two slots for each in-neighbour, and the tensor unless :func:`shoal.windows.empty` made it.
     """
     window = register("windows.create", tensor, name, zero_init, timeout)
     if window is None:
@@ -356,8 +357,8 @@ class Window:
         """Hold mutexes of the window; each agent has one, and only one thread of one agent can hold it.
 
         Args:
-            ranks: Neighbours whose mutexes are wanted; the out-neighbours if not given. They are taken in ascending
-                order, so that agents that want several do not wait in a circle.
+            ranks: Neighbours whose mutexes are wanted, or this agent itself; the out-neighbours if not given. They are
+                taken in ascending order, so that agents that want several do not wait in a circle.
             for_self: Only this agent's own mutex; ``ranks`` is then ignored.
             timeout: See :class:`Window`.
 
@@ -370,14 +371,15 @@ class Window:
         if for_self:
             wanted = [rank]
         elif ranks is None:
-            wanted = list(part.destinations)
+            wanted = part.there(part.destinations)
         else:
-            wanted = list(as_ranks(op, "ranks", [other for other in ranks if other != rank], rank, size))
-            not_neighbours = sorted(set(wanted) - {*part.sources, *part.destinations})
+            wanted = list(as_ranks(op, "ranks", ranks, rank, size, or_itself=True))
+            not_neighbours = sorted(set(wanted) - {rank, *part.sources, *part.destinations})
             if not_neighbours:
                 raise ValueError(
                     f"{op} {self.name!r} on rank {rank}: ranks {not_neighbours} are no neighbours in this window"
                 )
+            part.need(op, wanted)
         with ExitStack() as taken:
             # A signal between the lock of the last mutex and its entry in the stack would leave that mutex locked for
             # all neighbours.

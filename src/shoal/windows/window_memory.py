@@ -22,7 +22,7 @@ import torch
 
 from .. import clock
 from ..arithmetic import weigh_in_blocks
-from ..kernels.weighted_sum import add_scaled, copy, scale
+from ..kernels.sums import add_scaled, copy, scale
 from .locks import Busy, ByteLocks, Freed
 
 MUTEX, OWN, EDGES = 0, 1, 2
@@ -132,7 +132,9 @@ class WindowMemory:
 
     def _tensor(self, data: torch.Tensor, offset: int) -> torch.Tensor:
         nbytes = self.layout.numel * self.layout.dtype.itemsize
-        return data[offset : offset + nbytes].view(self.layout.dtype)
+        # A view of another dtype is a tensor of the caller's inference mode, to which no other thread could write.
+        with torch.inference_mode(False):
+            return data[offset : offset + nbytes].view(self.layout.dtype)
 
     # The owner
 

@@ -17,12 +17,14 @@ from typing import Protocol
 import torch
 
 from .. import clock
-from .._timeouts import acquire_with_deadline
+from .._signals import acquire_with_deadline
 from ..engine.engine import Engine
 from ..errors import DeadlineExceeded, Mismatch, NotInitialized, PeerLost, ShoalError
-from ..kernels.weighted_sum import copy
-from ..operations.operation import Handle
-from ..ops.arguments import where, writable
+from ..execution.membership import LEFT, UNEVEN
+from ..execution.operation import Handle
+from ..kernels.native import by_value
+from ..kernels.sums import copy
+from ..ops.arguments import on_device_of, writable
 from ..topology import Mixing
 from .locks import Busy, Freed
 from .owner_requests import LOCK, UNLOCK, Request, ask
@@ -79,6 +81,7 @@ class WindowPart:
 
     Attributes:
         number: Distinguishes this window from freed ones of the same name; equal on all agents.
+        always_with_p: Its associated weight moves also while the agent's switch is off.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class WindowPart:
         self.memory = memory
         self.in_place = in_place
         self.mixing = mixing
-        self.number = -1
+        self.number, self.always_with_p = -1, False
         self.p = 1.0
         self.direct: dict[int, WindowMemory] = {}
         self.seen: dict[int, SlotState] = {}
@@ -152,16 +155,13 @@ class WindowPart:
         """
         with self._my_turn(deadline, how.value):
             self._publish_own(deadline, how.value)
-            share = self.p if self._owner.with_p else None
+            share = self.p if self.always_with_p or self._owner.with_p else None
         order = [rank for rank in self._order if rank in weights]
         source = writable(tensor)
-        outgoing = source.cpu()
-        if require_mutex:
-            for rank in order:
-                with self.mutex([rank], deadline, how.value):
-                    self._send(how, outgoing, {rank: weights[rank]}, share, deadline)
-        else:
-            self._send(how, outgoing, {rank: weights[rank] for rank in order}, share, deadline)
+        outgoing = source.cpu().resolve_conj().resolve_neg()
+        for ranks in [[rank] for rank in order] if require_mutex else [order]:
+            with self.mutex(ranks if require_mutex else [], deadline, how.value):
+                self._send(how, outgoing, {rank: weights[rank] for rank in ranks}, share, deadline)
         self._owner.missed(None)
         if self_weight is None:
             return True
@@ -176,44 +176,35 @@ class WindowPart:
     def _send(
         self, how: WriteKind, tensor: torch.Tensor, weights: Mapping[int, float], share: float | None, deadline: float
     ) -> None:
-        far = {rank: weight for rank, weight in weights.items() if rank not in self.direct}
-        handle = self._ask_members(how.value, far, tensor, share, deadline) if far else None
+        direct = self.direct  # close() replaces it, and the ranks that it had must not be taken for those of machines
+        far = {rank: weight for rank, weight in weights.items() if rank not in direct}
+        # Where losses are survived, each owner is asked by itself: the loss of one ends an operation, which would then
+        # not wait until the other owners have the tensor.
+        alone = self._engine.survives_losses
+        requests = [{rank: weight} for rank, weight in far.items()] if alone else [far] if far else []
+        asked = []
+        for request in requests:
+            with self._ignoring_survived_loss(*request):
+                asked.append((request, self._ask(Request(how.value, request, tensor, share), deadline)))
         for rank, weight in weights.items():
-            memory = self.direct.get(rank)
-            if memory is None:
+            if rank in far:
                 continue
-            with self._ignoring_survived_loss(rank), self._explained(how.value, rank, deadline):
+            with self._ignoring_survived_loss(rank), self._explained(how.value, rank):
                 self._check(how.value, rank)
                 p = None if share is None else share * weight
-                memory.write(how, self._engine.rank, tensor, weight, p, deadline, partial(self._check, how.value, rank))
-        while handle is not None:
-            try:
-                self._answers(handle)
-                break
-            except PeerLost:
-                if not any(map(self._survives_loss_of, far)):
-                    raise
-                far = {} if handle.operation.next_stage > 1 else far  # it had left for the others as well
-                handle = self._ask_members(how.value, far, tensor, share, deadline)
-
-    def _ask_members(
-        self, op: str, far: Mapping[int, float], tensor: torch.Tensor, share: float | None, deadline: float
-    ) -> Handle[dict[int, torch.Tensor]] | None:
-        while wanted := {rank: far[rank] for rank in self.there(far)}:
-            try:
-                return self._ask(Request(op, wanted, tensor, share), deadline)
-            except PeerLost:
-                if not any(map(self._survives_loss_of, wanted)):
-                    raise
-        return None
+                check = partial(self._check, how.value, rank)
+                direct[rank].write(how, self._engine.rank, tensor, weight, p, deadline, check)
+        for request, handle in asked:
+            with self._ignoring_survived_loss(*request):
+                self._answers(handle, request)
 
     @contextmanager
-    def _ignoring_survived_loss(self, rank: int) -> Iterator[None]:
-        """Ignore the loss of a rank within the block, if losses are survived."""
+    def _ignoring_survived_loss(self, *ranks: int) -> Iterator[None]:
+        """Ignore the loss of one of the ranks within the block, if losses are survived."""
         try:
             yield
         except PeerLost:
-            if not self._survives_loss_of(rank):
+            if not any(map(self._survives_loss_of, ranks)):
                 raise
 
     def get(self, weights: Mapping[int, float], require_mutex: bool, deadline: float) -> bool:
@@ -221,19 +212,18 @@ class WindowPart:
         op = WriteKind.GET.value
         for rank, weight in weights.items():
             with self._ignoring_survived_loss(rank), ExitStack() as held:
-                if require_mutex:
-                    held.enter_context(self.mutex([rank], deadline, op))
+                held.enter_context(self.mutex([rank] if require_mutex else [], deadline, op))
                 memory = self.direct.get(rank)
                 if memory is None:
-                    found = self._answers(self._ask(Request(op, {rank: 1.0}), deadline))[rank]
+                    found = self._answers(self._ask(Request(op, {rank: 1.0}), deadline), [rank])[rank]
                 else:
                     self._check(op, rank)
-                    with self._explained(op, rank, deadline):
+                    with self._explained(op, rank):
                         memory.acquire(OWN, self._engine.rank, deadline, partial(self._check, op, rank))
                         held.callback(memory.locks.release, OWN)
                     found = memory.own
                 me = self._engine.rank
-                with self._explained(op, me, deadline):
+                with self._explained(op, me):
                     self.memory.write(WriteKind.GET, rank, found, weight, None, deadline, partial(self._check, op, me))
         self._owner.missed(None)
         return True
@@ -251,24 +241,23 @@ class WindowPart:
         """The weighted sum of the registered tensor and the slots, in place or as a new tensor."""
         me = self._engine.rank
         with ExitStack() as held:
-            if require_mutex:
-                held.enter_context(self.mutex([me], deadline, op))
+            held.enter_context(self.mutex([me] if require_mutex else [], deadline, op))
             held.enter_context(self._my_turn(deadline, op))
             held.enter_context(self._own(deadline, op))
-            # The script may have resized it, or given it other data. The slots must not be emptied into such a tensor.
-            self.check_layout(op, self.tensor)
+            self._check_registered(op)  # the slots must not be emptied into another tensor
             tensor = writable(self.tensor)
-            flat = tensor.view(-1) if tensor.is_contiguous() and tensor.is_cpu else self.memory.own
+            is_flat = tensor.is_contiguous() and tensor.is_cpu and not by_value(tensor)
+            flat = tensor.view(-1) if is_flat else self.memory.own
             if flat is self.memory.own:
                 copy(flat.view(tensor.shape), tensor)
-            out = torch.empty(flat.shape, dtype=flat.dtype) if clone else flat
+            out = torch.empty(flat.shape, dtype=flat.dtype, device="cpu") if clone else flat
             check = partial(self._check, op, me)
             publish = not clone and flat is not self.memory.own and not self.in_place
             p, self.seen = self.memory.combine(out, flat, self_weight, weights, reset, deadline, check, publish=publish)
-            if self._owner.with_p:
+            if self.always_with_p or self._owner.with_p:
                 self.p = self_weight * self.p + p
             if clone:
-                return where(tensor, out.view(tensor.shape))
+                return on_device_of(tensor, out.view(tensor.shape))
             if flat is self.memory.own:
                 copy(tensor, flat.view(tensor.shape))
             return self.tensor
@@ -296,7 +285,7 @@ class WindowPart:
                     with self.mutex([rank], deadline, op):
                         pass
                 elif memory.freed:
-                    raise self._freed_by(op, rank)
+                    raise self.freed_by(op, rank)
 
     def version(self, source: int) -> int:
         """Puts and gets into a slot since the last update."""
@@ -313,7 +302,7 @@ class WindowPart:
         """Exclude other threads of this agent from the registered tensor and its associated weight."""
         if not self._turn.acquire(blocking=False):
             me = self._engine.rank
-            with self._explained(op, me, deadline, "the registered tensor"):
+            with self._explained(op, me, "the registered tensor"):
                 if not acquire_with_deadline(self._turn, deadline):
                     raise Busy(me)
         try:
@@ -325,10 +314,23 @@ class WindowPart:
     def _own(self, deadline: float, op: str) -> Iterator[None]:
         """Lock the registered tensor against gets. Errors of locks within the block name the call, too."""
         me = self._engine.rank
-        with self._explained(op, me, deadline), self.memory.hold([OWN], me, deadline, partial(self._check, op, me)):
+        with self._explained(op, me), self.memory.hold([OWN], me, deadline, partial(self._check, op, me)):
             yield
 
+    def _check_registered(self, op: str) -> None:
+        """ValueError if the script has resized the registered tensor, or given other memory to one that is in place."""
+        tensor = self.tensor
+        self.check_layout(op, tensor)
+        # Neighbours have mapped the memory of the time of create(). Copying into it is no remedy: another tensor of the
+        # script may have it now.
+        if self.in_place and not (tensor.is_contiguous() and tensor.data_ptr() == self.memory.own.data_ptr()):
+            raise ValueError(
+                f"{op}: the tensor of the window {self.name!r} on rank {self._engine.rank} has other memory now, and "
+                "neighbours read that of create(). Change it with tensor.copy_(), or free the window and create another"
+            )
+
     def _publish_own(self, deadline: float, op: str) -> None:
+        self._check_registered(op)
         if not self.in_place:
             with self._own(deadline, op):
                 copy(self.memory.own.view(self.tensor.shape), self.tensor.detach())
@@ -337,11 +339,14 @@ class WindowPart:
 
     @contextmanager
     def mutex(self, ranks: list[int], deadline: float, op: str) -> Iterator[None]:
-        """Hold the mutexes of these agents, taken in ascending order. A thread may hold one several times."""
+        """Hold the mutexes of these agents, taken in ascending order, except of lost ones whose loss is survived. A
+        thread may hold one several times.
+        """
         with ExitStack() as held:
             for rank in sorted(ranks):
-                self._lock(rank, deadline, op)
-                held.callback(self._unlock, rank)
+                with self._ignoring_survived_loss(rank):
+                    self._lock(rank, deadline, op)
+                    held.callback(self._unlock, rank)
             yield
 
     def _lock(self, rank: int, deadline: float, op: str) -> None:
@@ -351,14 +356,16 @@ class WindowPart:
             held.times += 1
             return
         memory = self.memory if rank == self._engine.rank else self.direct.get(rank)
-        with self._explained(op, rank, deadline, "the mutex"):
+        with self._explained(op, rank, "the mutex"):
             if memory is not None:
+                if rank != self._engine.rank:
+                    self._check(op, rank)  # the memory of a lost agent is still mapped
                 memory.acquire(MUTEX, self._engine.rank, deadline, partial(self._check, op, rank))
             elif not acquire_with_deadline(self._gates[rank], deadline):
                 raise Busy(self._engine.rank)
         if memory is None:
             try:
-                self._answers(self._ask(Request(LOCK, {rank: 1.0}), deadline))
+                self._answers(self._ask(Request(LOCK, {rank: 1.0}), deadline), [rank])
             except BaseException:
                 self._give_up_far(rank)  # it may be granted after we have given up
                 raise
@@ -389,13 +396,16 @@ class WindowPart:
             self._check(request.op, rank)
         return ask(self._engine, self.name, self.number, self.memory.layout, request, deadline)
 
-    def _answers(self, handle: Handle[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    def _answers(self, handle: Handle[dict[int, torch.Tensor]], owners: Iterable[int]) -> dict[int, torch.Tensor]:
         """Wait for the replies of the owners."""
         with self._owner.waiting(lambda: handle.operation.waiting_for):
             try:
                 return handle.wait()
             except (Mismatch, PeerLost) as error:
+                # Where losses are survived, of the owners only: another lost agent is no reason for the error.
                 for rank in sorted(set(error.ranks) - {self._engine.rank}):
+                    if self._engine.survives_losses and rank not in owners:
+                        continue
                     self._check(handle.operation.op, rank)  # it may know the first lost agent
                 if isinstance(error, PeerLost):
                     self._owner.missed(error)
@@ -410,14 +420,19 @@ class WindowPart:
         if ended is not None:
             raise type(ended)(f"{op} {self.name!r} on rank {engine.rank}: {ended}", ended.ranks)
         if self._closed and op != UNLOCK:
-            raise self._freed_by(op, engine.rank)
+            raise self.freed_by(op, engine.rank)
         if rank in self._gone and rank in engine.alive:
             problem = f"needs rank {rank}, which was lost and has come back without it: free it, and create another"
             raise self._lost(op, problem, rank)
         if rank != engine.rank and rank not in engine.alive:
-            problem = f"needs rank {rank}, which is gone: {engine.describe_member(rank)}"
+            state = engine.describe_member(rank)
+            problem = f"needs rank {rank}, which is gone: {state}"
             cause = self._cause_of(rank, rank)
-            raise self._lost(op, problem if cause == rank else f"{problem}, since rank {cause} is gone", cause)
+            if cause != rank:
+                problem += f", since rank {cause} is gone"
+            elif state.endswith(LEFT):
+                problem += f". {UNEVEN}"
+            raise self._lost(op, problem, cause)
 
     def _cause_of(self, rank: int, otherwise: int | None) -> int | None:
         """The first rank whose loss made another agent leave or free its window; ``otherwise`` if unknown."""
@@ -429,8 +444,8 @@ class WindowPart:
         return otherwise if cause is None else cause
 
     def _lost(self, op: str, problem: str, cause: int | None) -> PeerLost:
-        engine = self._engine
-        reason = "" if cause is None else engine.reason_of_loss(cause)
+        engine, view = self._engine, self._engine.view
+        reason = "" if cause is None else view.died.get(cause, "")
         if reason and reason not in problem:
             problem += f" ({reason})"
         ranks = () if cause is None else (cause,)
@@ -439,7 +454,7 @@ class WindowPart:
         return lost
 
     @contextmanager
-    def _explained(self, op: str, rank: int, deadline: float, awaited: str = "") -> Iterator[None]:
+    def _explained(self, op: str, rank: int, awaited: str = "") -> Iterator[None]:
         """Convert errors of the locks to errors that name the call, the window and the rank."""
         try:
             with self._owner.waiting(lambda: (rank,), op, self.name):
@@ -455,9 +470,9 @@ class WindowPart:
                 (keeper,),
             ) from None
         except Freed:
-            raise self._freed_by(op, self._engine.rank if self._closed else rank) from None
+            raise self.freed_by(op, self._engine.rank if self._closed else rank) from None
 
-    def _freed_by(self, op: str, rank: int) -> ShoalError:
+    def freed_by(self, op: str, rank: int) -> ShoalError:
         """The error for a freed window: its owner freed it, did not continue without a lost agent, or shuts down."""
         me, ended = self._engine.rank, self._engine.ended
         cause = self._cause_of(rank, ended.ranks[0] if ended is not None and ended.ranks else None)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
+from ..kernels.sums import wide_of
 from ..ops.arguments import as_ranks
 from ..topology._validate import as_int, as_weight
 from .registry import Windows
@@ -82,15 +85,24 @@ def _has_fractions(window: WindowPart) -> bool:
 
 
 def weight_of(op: str, window: WindowPart, weight: float, argument: str) -> float:
-    """Check a weight: finite, and whole for a window of whole numbers."""
-    number = as_weight(weight, f"{op} {window.name!r}, {argument},")
+    """Check a weight: finite, whole for a window of whole numbers, and within the range of the sums of its dtype."""
+    number, dtype = as_weight(weight, f"{op} {window.name!r}, {argument},"), window.tensor.dtype
     if _has_fractions(window):
-        return number
-    try:
-        # A float has all whole numbers up to 2^53 only. A larger weight is read again from the argument, or it would be
-        # rounded.
-        return int(number) if number == int(number) and abs(number) < 1 << 53 else as_int(weight, argument)
-    except TypeError:
-        raise TypeError(
-            f"{op} {window.name!r}: {argument}={weight}, and the window holds {window.tensor.dtype}; give whole numbers"
-        ) from None
+        highest = torch.finfo(wide_of(dtype)).max
+    else:
+        highest = torch.iinfo(dtype).max
+        try:
+            # A float has all whole numbers up to 2^53 only. A larger weight is read again from the argument, or it
+            # would be rounded.
+            number = int(number) if number == int(number) and abs(number) < 1 << 53 else as_int(weight, argument)
+        except TypeError:
+            raise TypeError(
+                f"{op} {window.name!r}: {argument}={weight}, and the window holds {dtype}; give whole numbers"
+            ) from None
+    # torch would refuse it within the sum, when the tensor has been multiplied by the weights before, or wrap it.
+    if abs(number) > highest:
+        raise ValueError(
+            f"{op} {window.name!r}: {argument}={weight}, and the window holds {dtype}; give a weight from {-highest} "
+            f"to {highest}"
+        )
+    return number

@@ -15,7 +15,7 @@ import shoal
 def main(stop: Path) -> None:
     shoal.init()
     model = torch.nn.Linear(16, 4)
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model)
+    optimizer = shoal.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model)
     draw, number = random.Random(5), 0
     with stop.with_name("logged").open("w") as logged:
         while not shoal.allreduce(torch.tensor([float(stop.exists())])).item():

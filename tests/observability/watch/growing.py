@@ -16,7 +16,7 @@ def main(stop: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 4)
     inner = torch.optim.SGD(model.parameters(), lr=0.02)
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(inner, model)
+    optimizer = shoal.DecentralizedOptimizer(inner, model)
     run = shoal.Checkpoint(model=model, optimizer=optimizer)
     step = run.load(None, missing_ok=True)
     while not shoal.allreduce(torch.tensor([float(stop.exists())])).item():

@@ -82,7 +82,7 @@ def test_the_first_launcher_receives_what_another_observes() -> None:
 
 
 def test_a_launcher_without_the_secret_gets_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_link, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(launcher_link, "RETRY_SECONDS", 0.0)
     with both(other="another") as one:
         one.teller.process(0, 1, "there", "S")
         for _ in range(100):
@@ -117,7 +117,7 @@ def _serve_for(teller: StatusSender, seconds: float) -> None:
 
 
 def test_a_broken_connection_is_reestablished_and_sends_the_full_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_link, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(launcher_link, "RETRY_SECONDS", 0.01)
     with both() as one:
         one.teller.process(1, 5, "there", "S")
         one.until(lambda: one.viewer.processes)

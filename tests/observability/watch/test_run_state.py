@@ -160,7 +160,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from([*summary(0), "none"]), PLAIN)
 def test_invalid_messages_are_ignored_and_the_state_stays_json(name: str, value: Any) -> None:
     state = RunState(4, "four")

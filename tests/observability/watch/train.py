@@ -19,7 +19,7 @@ def main(stop: Path) -> None:
     shoal.broadcast_parameters(model.state_dict(), root_rank=0)
     inner = torch.optim.SGD(model.parameters(), lr=0.02)
     one_peer = topology.OnePeerExponential(shoal.size())
-    optimizer = shoal.optim.DistributedAdaptThenCombineOptimizer(inner, model, topology=one_peer)
+    optimizer = shoal.DecentralizedOptimizer(inner, model, topology=one_peer)
     truth = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
     going = True
     while going:

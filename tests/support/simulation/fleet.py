@@ -20,7 +20,7 @@ from shoal.engine import engine as engines
 from shoal.rendezvous.launch import Launch
 from shoal.runtime import bootstrap
 from shoal.runtime.agent import AgentContext, enter_context
-from shoal.transport import acceptor, listeners, router, shared_regions, status_socket, tcp
+from shoal.transport import acceptor, addresses, listeners, router, shared_regions, status_socket
 from shoal.transport.peer_address import PeerId
 
 from . import threads
@@ -47,6 +47,10 @@ class Simulated:
         self.scheduler = Scheduler(seed)
         self.network = Network(self.scheduler, weather or Weather())
         self.store = Store(self.scheduler, self.network.address)
+
+
+CALM = Weather(0.02, 0.0, 1 << 14)
+"""Latencies of up to 20 ms, and no cut."""
 
 
 @contextmanager
@@ -89,12 +93,12 @@ def simulated(seed: int, weather: Weather | None = None) -> Iterator[Simulated]:
         put(router, "address_for_listening", lambda mine, *_: network.address(mine.rank))
         put(shared_regions, "_populate", lambda *_: None)  # a few pages of each area are touched
         put(status_socket, "here", status_socket.StatusSocket())  # agents that crash do not leave it
-        put(acceptor, "listen_for", lambda *_: None)
+        put(listeners, "listen_for", lambda *_: None)
         put(acceptor.Acceptor, "listen_locally", lambda self: "")
         put(listeners, "listen_privately", lambda: None)
-        put(tcp, "listen", network.listen)
-        put(tcp, "start_connecting", network.start_connecting)
-        put(tcp, "unconnected", network.unconnected)
+        put(addresses, "listen_tcp", network.listen)
+        put(addresses, "start_connecting", network.start_connecting)
+        put(addresses, "unconnected", network.unconnected)
         put(sys.modules["shoal.transport.network_link"], "tune", lambda sock: None)
         yield world
     finally:
@@ -222,3 +226,14 @@ class Agents:
                 with suppress(Exception):
                     engine.arena.close()
                 engine.rejoin.close(0.0)  # the memory file that tells the launcher that it waits
+
+
+@contextmanager
+def agents_of(
+    size: int, *, seed: int = 1, weather: Weather = CALM, timeout: float = 20.0, on_loss: str = "continue"
+) -> Iterator[Agents]:
+    """The agents of a simulated fleet, whose tasks end with the block."""
+    with simulated(seed, weather) as world:
+        agents = Agents(world, size, timeout, on_loss)
+        yield agents
+        agents.end()

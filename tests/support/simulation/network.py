@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.transport.addresses import DEAD_HOST_SECONDS
 from shoal.transport.poller import READ, WRITE
-from shoal.transport.tcp import DEAD_HOST_SECONDS
 
 from .scheduler import Scheduler, Task
 

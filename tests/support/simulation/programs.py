@@ -196,8 +196,8 @@ class Program:
     def begin(self, call: Call, rank: int, tensor: torch.Tensor) -> Any:
         """Make a call; its result, or a handle where it is nonblocking."""
         kind, name = call.kind, call.name
-        average = shoal.neighbor_allreduce if call.blocking else shoal.neighbor_allreduce_nonblocking
-        reduce = shoal.allreduce if call.blocking else shoal.allreduce_nonblocking
+        average = shoal.neighbor_allreduce if call.blocking else shoal.nonblocking.neighbor_allreduce
+        reduce = shoal.allreduce if call.blocking else shoal.nonblocking.allreduce
         sends = call.sends[rank]
         receives = {source: to[rank] for source, to in enumerate(call.sends) if rank in to}
         if kind == "static":
@@ -212,7 +212,7 @@ class Program:
             return average(tensor, 0.5, src_weights=receives, dst_weights=sends, name=name)
         if kind == "grouped":
             several = (
-                shoal.grouped_neighbor_allreduce if call.blocking else shoal.grouped_neighbor_allreduce_nonblocking
+                shoal.grouped_neighbor_allreduce if call.blocking else shoal.nonblocking.grouped_neighbor_allreduce
             )
             return several([tensor, 2 * tensor], name=name)
         if kind == "average":
@@ -224,9 +224,9 @@ class Program:
         if kind == "group":
             return reduce(tensor, name=name, group=list(call.members))
         if kind == "broadcast":
-            return (shoal.broadcast if call.blocking else shoal.broadcast_nonblocking)(tensor, call.root, name=name)
+            return (shoal.broadcast if call.blocking else shoal.nonblocking.broadcast)(tensor, call.root, name=name)
         if kind == "allgather":
-            return (shoal.allgather if call.blocking else shoal.allgather_nonblocking)(tensor, name=name)
+            return (shoal.allgather if call.blocking else shoal.nonblocking.allgather)(tensor, name=name)
         if kind == "neighbor_allgather":
             return shoal.neighbor_allgather(tensor, name=name)
         if kind == "object":

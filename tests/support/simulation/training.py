@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import shoal
-from shoal.operations.membership import Plan
+from shoal.execution.membership import Plan
 
 from . import optimizers
 from .fleet import Agents, Simulated
@@ -163,7 +163,7 @@ def run_training(
                 world.scheduler.sleep(PAUSE)
             assert step < MOST_STEPS, f"rank {rank} has taken {step} steps, and has {participants}"
         history.steps[rank] = history.reached[me] = step
-        history.plans[rank] = agents.engines[rank].agreement.now
+        history.plans[rank] = agents.engines[rank].agreement.plan
         return True
 
     return run_agent
@@ -201,7 +201,7 @@ class _Agent:
                     entry, handle = handles.pop(call.number)
                     self._record(entry, handle.wait)
                 continue
-            entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
+            entry = Entry(self._rank, self._start, step, call, self._engine.agreement.plan)
             self._history.entries.append(entry)
             if call.kind == "optimizer":
                 self._record(entry, partial(self._optimize, step, call))
@@ -233,7 +233,7 @@ class _Agent:
             self._record(entry, handle.wait)
 
     def _begin(self, step: int, call: Call, handles: Handles) -> None:
-        entry = Entry(self._rank, self._start, step, call, self._engine.agreement.now)
+        entry = Entry(self._rank, self._start, step, call, self._engine.agreement.plan)
         self._history.entries.append(entry)
         try:
             tensor = torch.from_numpy(self._program.at(step, call, self._rank))
@@ -249,7 +249,7 @@ class _Agent:
         self._end(entry, result)
 
     def _end(self, entry: Entry, result: Any) -> None:
-        entry.result, entry.after = result, self._engine.agreement.now
+        entry.result, entry.after = result, self._engine.agreement.plan
         entry.members = self._engine.membership.view.alive
 
     def _optimize(self, step: int, call: Call) -> torch.Tensor:

@@ -82,7 +82,8 @@ class _Event:
         departed = {one.rank: set(self._members(one.before.gone)).difference(one.members) for one in agreed}
         self.lacking = {rank: participants if self.calm else lost - {rank} for rank, participants in departed.items()}
         gone = [plan.gone for plan in self.plans]
-        if len({plan.entered for plan in self.plans}) > 1:  # an agent may be lost and admitted again between two plans
+        # An agent may be lost and admitted again between two plans.
+        if len({plan.n_admitted for plan in self.plans}) > 1:
             gone.append(tuple(lost - {one.rank for one in agreed}))
         self.gone = list(_between(gone))
         self.x = program.at_all(step, self.call)

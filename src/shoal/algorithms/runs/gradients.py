@@ -51,16 +51,16 @@ class Batches:
                 f"has {fewest}" + (", and a pass over it needs a batch at least" if epochs else "")
             )
         self.size, self._epochs = size, epochs
-        self._lengths = torch.tensor(lengths).unsqueeze(1)
+        self._lengths = torch.tensor(lengths, device="cpu").unsqueeze(1)
         self.per_epoch = (self._lengths // size).squeeze(1)
-        self._orders = torch.empty(len(lengths), max(lengths), dtype=torch.int64)
+        self._orders = torch.empty(len(lengths), max(lengths), dtype=torch.int64, device="cpu")
         self._epoch_of_orders: list[tuple[int, int] | None] = [None] * len(lengths)
 
     def __call__(self, mix: Mix) -> torch.Tensor:
         """The places of the samples of the next batch in each agent's part, int64 ``[n, size]``, on the CPU."""
         number = mix.gradients
         if not self._epochs:
-            like = torch.empty(len(self._lengths), self.size, dtype=torch.float64)
+            like = torch.empty(len(self._lengths), self.size, dtype=torch.float64, device="cpu")
             return (_numbers(mix, number, _SAMPLES, like) * self._lengths).long()
         epochs, begins = number // self.per_epoch, number % self.per_epoch * self.size
         wanted = [(mix.seed, epoch) for epoch in epochs.tolist()]
@@ -70,13 +70,13 @@ class Batches:
                 self._orders[rows] = self._shuffled(mix, key[1])[rows]
                 for row in rows:
                     self._epoch_of_orders[row] = key
-        return self._orders.gather(1, begins.unsqueeze(1) + torch.arange(self.size))
+        return self._orders.gather(1, begins.unsqueeze(1) + torch.arange(self.size, device="cpu"))
 
     def _shuffled(self, mix: Mix, epoch: int) -> torch.Tensor:
         """A random order of each part, first in its row, int64 ``[n, longest]``."""
-        like = torch.empty(self._orders.shape, dtype=torch.float64)
+        like = torch.empty(self._orders.shape, dtype=torch.float64, device="cpu")
         numbers = _numbers(mix, epoch, _ORDERS, like)
-        beyond = torch.arange(like.shape[1]) >= self._lengths
+        beyond = torch.arange(like.shape[1], device="cpu") >= self._lengths
         return numbers.masked_fill(beyond, 2.0).argsort(dim=1, stable=True)
 
 

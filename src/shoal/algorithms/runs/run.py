@@ -120,7 +120,7 @@ class Run:
         """
         if self.records and name not in self._columns:
             raise KeyError(f"no column {name!r}; there are: {', '.join(self._columns)}")
-        return torch.tensor([row[name] for row in self.records], dtype=torch.float64)
+        return torch.tensor([row[name] for row in self.records], dtype=torch.float64, device="cpu")
 
     def table(self, rows: int = 20) -> Table:
         """The records for a terminal or a notebook, as ``rich.print`` shows them.
@@ -213,7 +213,9 @@ class Run:
         """
         data = bytearray(Path(path).read_bytes())
         try:
-            content = safe_serialization.read(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0))
+            content = safe_serialization.read(
+                torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
+            )
             kind, version, found = content.pop("kind").partition(_FORMAT)
             if kind or not version:
                 raise ValueError("it has another kind of content")
@@ -251,6 +253,21 @@ _RECORDS = 100
 """About so many records of a run, if ``every`` is not given."""
 _ROWS = 1024
 """Rows whose distances are computed at once: another tensor of the size of a large fleet's might not fit."""
+
+
+def check_start(x: object) -> None:
+    """Check the initial values of a run.
+
+    Raises:
+        TypeError: They are no tensor of numbers with fractions: averages of whole numbers would fail in mid-step.
+        ValueError: They have no dimension.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}: pass a tensor, [n, d] in a stacked fleet and [d] in a real agent")
+    if not (x.is_floating_point() or x.is_complex()):
+        raise TypeError(f"x has {x.dtype}: pass numbers with fractions, as x.to(torch.float32)")
+    if not x.dim():
+        raise ValueError("x has no dimension: pass [n, d] in a stacked fleet and [d] in a real agent, as x.view(1)")
 
 
 def steps_of(
@@ -342,13 +359,13 @@ def _record(
     counted = mix.counted(estimate)
     everyone = None if measure is None else mix.rows_of_all(counted)
     mean = mix.mean_of_all(counted.to(wide)) if everyone is None else everyone.mean(0, dtype=wide)
-    rows = counted.reshape(-1, estimate.shape[-1])
+    rows = counted.flatten(0, -2) if counted.dim() > 1 else counted.unsqueeze(0)
     parts = (rows[at : at + _ROWS].to(wide) for at in range(0, len(rows), _ROWS))
     square = sum((float(torch.linalg.vector_norm(part - mean)) ** 2 for part in parts), 0.0)
     losses = grad.loss(mean.to(estimate.dtype).expand_as(estimate))
     loss = nan if losses is None else float(mix.counted(losses).sum())
     # One small message for all the sums; float64 counts bytes exactly up to 2**53.
-    mine = torch.tensor([len(rows), mix.sent, square, loss], dtype=torch.float64)
+    mine = torch.tensor([len(rows), mix.sent, square, loss], dtype=torch.float64, device="cpu")
     agents, sent, square, loss = mix.sum_of_all(mine).tolist()
     row: dict[str, float] = {"step": step, "rounds": rounds, "exchanges": mix.exchanges, "bytes": round(sent)}
     if mix.seconds is not None:
@@ -357,4 +374,6 @@ def _record(
     if losses is not None:
         row["loss"] = loss / agents
     figures: Mapping[str, Any] = {} if measure is None or everyone is None else measure(everyone)
+    if not isinstance(figures, Mapping):
+        raise TypeError(f"measure= must return a dict of numbers by name, not {type(figures).__name__}")
     return {**row, **{name: float(figure) for name, figure in figures.items()}}

@@ -60,13 +60,17 @@ class UnreliableMix(Mix):
         conditions.check_size(inner.size)
         self._inner, self.conditions, self._here = inner, conditions, inner.here
         self.size, self.machines = inner.size, inner.machines
-        self._all_here = len(self._here) == self.size
         self._local = np.zeros(self.size, np.int64)
         self._local[self._here] = np.arange(len(self._here))
         self._exchange = 0
         self._mailboxes: dict[tuple[Form, int], _Mailbox] = {}
         self._inboxes: dict[int, _Inbox] = {}
         self._active = np.ones(self.size, np.bool_)
+
+    @property
+    def stacked(self) -> bool:  # type: ignore[override]
+        # Not by the number of rows: a single real agent has all of them too, and its x is [d].
+        return self._inner.stacked
 
     def begin(self, step: int) -> bool:
         super().begin(step)
@@ -84,9 +88,9 @@ class UnreliableMix(Mix):
         """The values of the active agents after the step, and of the others before it."""
         if self._active.all():
             return after
-        if not self._all_here:
+        if not self.stacked:
             return after if self._active[self._here[0]] else before
-        active = torch.as_tensor(self._active.copy())
+        active = torch.from_numpy(self._active.copy())
 
         def chosen(new: Any, old: Any) -> Any:
             if not isinstance(new, torch.Tensor) or not new.dim() or len(new) != self.size:
@@ -196,10 +200,10 @@ class UnreliableMix(Mix):
         return to * self.size + of
 
     def _is_here(self, ranks: Ranks) -> Chosen:
-        return np.ones(len(ranks), np.bool_) if self._all_here else ranks == self._here[0]
+        return np.ones(len(ranks), np.bool_) if self.stacked else ranks == self._here[0]
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._all_here else x.unsqueeze(0)
+        return x if self.stacked else x.unsqueeze(0)
 
     def _result(self, x: torch.Tensor, out: torch.Tensor, active: Chosen) -> torch.Tensor:
         """The result in the shape and dtype of x; an agent that is not active has its own value."""
@@ -312,7 +316,7 @@ class _Mailbox:
         """
         nothing = np.empty(0, np.int64)
         if self._values is None:
-            return nothing, torch.empty(0)
+            return nothing, torch.empty(0, device="cpu")
         slots = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         known = (self._keys[slots] == keys) & reading
         found = np.flatnonzero(known & (self._sent[slots] >= 0 if self._remembers else self._fresh[slots]))
@@ -391,4 +395,4 @@ def _inserted(keys: Ranks, rows: torch.Tensor, new: Ranks) -> tuple[Ranks, torch
 
 def _times(rows: torch.Tensor, weights: Weights | torch.Tensor) -> torch.Tensor:
     """Rows ``[m, d]``, each times its weight ``[m]``."""
-    return rows * torch.as_tensor(weights).to(rows.device, rows.dtype).unsqueeze(1)
+    return rows * torch.as_tensor(weights, device=rows.device, dtype=rows.dtype).unsqueeze(1)

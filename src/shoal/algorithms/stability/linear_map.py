@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from ...compression import Compressor
-from ...topology.analysis.span import DENSE_LIMIT, EDGE_LIMIT, HELD_LIMIT, LONGEST_PERIOD, Span
-from ...topology.analysis.symmetry import find_invariance
+from ...topology._validate import EDGE_LIMIT
+from ...topology.analysis.span import DENSE_LIMIT, HELD_LIMIT, LONGEST_PERIOD, Span
+from ...topology.analysis.spectrum import find_invariance
 from ..algorithm import Algorithm, Gradient
 from ..mix import EVERYBODY, Mix
 from ..needs import LOOKED_AT, Facts
@@ -75,7 +76,7 @@ def growth_of(algorithm: Algorithm, facts: Facts) -> Growth:
         product = complex(np.prod([eigenvalues(number)[most] for number in range(rounds)]))
         return Growth(float(found[most]), steps, of_w=product)
     mix = Rows(facts, rounds)
-    parts, _ = _begin(algorithm, mix, grad, torch.zeros(facts.size, 2, dtype=torch.float64))
+    parts, _ = _begin(algorithm, mix, grad, torch.zeros(facts.size, 2, dtype=torch.float64, device="cpu"))
     if len(parts) * facts.size <= DENSE_LIMIT:
         return _by_matrix(algorithm, mix, grad, len(parts), steps)
     return _by_iteration(algorithm, mix, grad, len(parts), steps)
@@ -115,7 +116,7 @@ def _apply(
     It is the second period, because some algorithms have a different first step.
     """
     parts, state = _begin(algorithm, mix, grad, torch.zeros_like(tensors[0][:, :1]).repeat(1, 2))
-    scaled = torch.zeros((), dtype=torch.float64)
+    scaled = torch.zeros((), dtype=torch.float64, device="cpu")
     for step in range(steps, 2 * steps):
         mix.begin(step)
         whole = list(state)
@@ -134,9 +135,9 @@ def _by_modes(algorithm: Algorithm, mix: _Modes, grad: Gradient, steps: int) -> 
     """For each eigenvector the logarithm of the growth in a period of x and the parts of the state: float64
     ``[modes]``.
     """
-    parts, _ = _begin(algorithm, mix, grad, torch.zeros(mix.modes, 2, dtype=torch.complex128))
+    parts, _ = _begin(algorithm, mix, grad, torch.zeros(mix.modes, 2, dtype=torch.complex128, device="cpu"))
     blocks = len(parts)
-    unit = torch.eye(blocks, dtype=torch.complex128)
+    unit = torch.eye(blocks, dtype=torch.complex128, device="cpu")
     begin = tuple(row.expand(mix.modes, blocks) for row in unit)
     found, scaled = _apply(algorithm, mix, grad, steps, begin, lambda size: size.amax((0, 2)).unsqueeze(-1))
     matrices, scaled = torch.stack(found, 1), scaled.view(-1)
@@ -148,7 +149,7 @@ def _by_modes(algorithm: Algorithm, mix: _Modes, grad: Gradient, steps: int) -> 
 
 def _by_matrix(algorithm: Algorithm, mix: Rows, grad: Gradient, blocks: int, steps: int) -> Growth:
     size = mix.size
-    differences = torch.eye(size, dtype=torch.float64) - 1 / size
+    differences = torch.eye(size, dtype=torch.float64, device="cpu") - 1 / size
     begin = tuple(
         torch.cat([differences if block == here else torch.zeros_like(differences) for block in range(blocks)], 1)
         for here in range(blocks)
@@ -166,7 +167,7 @@ def _by_matrix(algorithm: Algorithm, mix: Rows, grad: Gradient, blocks: int, ste
 def _by_iteration(algorithm: Algorithm, mix: Rows, grad: Gradient, blocks: int, steps: int) -> Growth:
     """Subspace iteration: the largest Ritz value, less its residual."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(blocks, mix.size, _COLUMNS, dtype=torch.float64, generator=generator)
+    start = torch.randn(blocks, mix.size, _COLUMNS, dtype=torch.float64, generator=generator, device="cpu")
     basis = torch.linalg.qr((start - start.mean(1, keepdim=True)).flatten(0, 1)).Q
     steps *= -(-_AT_LEAST // steps)
     logarithm = -math.inf
@@ -302,7 +303,7 @@ class Rows(_Linear):
         if (index, form) not in self._edges:
             weights = self._facts.rounds[index]
             arrays = (weights.destination, weights.source, _unrounded(weights, form)[:, None])
-            self._edges[index, form] = tuple(torch.tensor(array) for array in arrays)  # type: ignore[assignment]
+            self._edges[index, form] = tuple(torch.tensor(array, device="cpu") for array in arrays)  # type: ignore[assignment]
         return self._edges[index, form]
 
     def average(self, x: torch.Tensor, group: str = EVERYBODY) -> torch.Tensor:

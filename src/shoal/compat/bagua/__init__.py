@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
+from ...ops.arguments import Internal
+from ...ops.collective import barrier as _barrier
 from ...ops.objects import broadcast_optimizer_state, broadcast_parameters
+from ...optim.asynchronous import WindowOptimizer
 from ...runtime.bootstrap import init
 from ...runtime.queries import local_rank as get_local_rank
 from ...runtime.queries import local_size as get_local_size
@@ -77,6 +80,8 @@ def with_bagua(
             "with_bagua: _bagua_params_and_buffers_to_ignore: Shoal exchanges all parameters that an optimizer has. "
             "Give those that are to stay an agent's own to an optimizer that is not in the list"
         )
+    if isinstance(optimizers, torch.optim.Optimizer):
+        raise TypeError("with_bagua: a list of optimizers is wanted: [optimizer]")
     optimizers = list(optimizers)
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -85,7 +90,7 @@ def with_bagua(
     broadcast_parameters(model.state_dict(), 0)
     for optimizer in optimizers:
         broadcast_optimizer_state(optimizer, 0)
-    attached: list[Stepping] = []
+    attached = Attached()
     try:
         for optimizer in optimizers:
             attached.append(Stepping(optimizer, model, algorithm))
@@ -98,7 +103,12 @@ def with_bagua(
 
 
 def without_bagua(model: torch.nn.Module) -> None:
-    """Take :func:`with_bagua` back: the optimizers step by themselves again, and the model keeps its values."""
+    """Take :func:`with_bagua` back: the optimizers step by themselves again, and the model keeps its values.
+
+    All agents call it; with asynchronous averages it returns when all have.
+    """
+    if any(stepping.has_windows for stepping in model.__dict__.get(_ATTACHED, ())):
+        _barrier(Internal("without_bagua"))  # slower agents still average with this one through its windows
     model.__dict__.pop("bagua_algorithm", None)
     for stepping in model.__dict__.pop(_ATTACHED, ()):
         stepping.close()
@@ -112,6 +122,13 @@ _module.with_bagua = with_bagua
 Closure = Callable[[], float]
 _SCALERS = ("found_inf", "grad_scale")
 """The attributes that a GradScaler sets for a step."""
+
+
+class Attached(list["Stepping"]):
+    """The redirected optimizers of a model. A copy of the model, or a pickled one, has none."""
+
+    def __reduce__(self) -> tuple[type[list[Any]], tuple[()]]:
+        return list, ()
 
 
 class Stepping:
@@ -141,6 +158,11 @@ class Stepping:
         # Otherwise a GradScaler would skip the step of an agent whose neighbours wait for it.
         vars(optimizer).update(step=self._method, _step_supports_amp_scaling=True)
 
+    @property
+    def has_windows(self) -> bool:
+        """Other agents may access this one's windows at any time."""
+        return isinstance(self._around, WindowOptimizer)
+
     def _step(self, closure: Closure | None) -> Any:
         if self._passes_on:  # the decentralized optimizer takes the local step
             return self._local() if closure is None else self._local(closure)
@@ -149,7 +171,7 @@ class Stepping:
         around.update(scaled)
         self._passes_on = True
         try:
-            return self._around.step(closure)
+            loss = self._around.step(closure)
         finally:
             self._passes_on = False
             for name in scaled:
@@ -157,8 +179,9 @@ class Stepping:
             own.update(scaled)  # the GradScaler takes them away
             if self._around.rounds:
                 self._around.num_steps_per_communication = self._algorithm.communication_interval
-            if self._warmup:
-                self._count_warmup()
+        if self._warmup:  # a step that failed is taken again
+            self._count_warmup()
+        return loss
 
     def _count_warmup(self) -> None:
         """After the last step of the warm-up, which all agents take together, the algorithm itself begins."""

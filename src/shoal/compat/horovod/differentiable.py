@@ -16,13 +16,20 @@ from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...autograd import Linear, apply_linear, gradient_name
+from ...ops.arguments import check_dense
 from ...ops.collective import barrier as _barrier
 from ...runtime.agent import agent_context, current
+from .agents import ProcessSet, global_process_set, group_of
 from .async_ops import (
+    Average,
+    ScaledReduction,
+    Sum,
     Tensors,
     exchange,
     gather_many,
     gather_one,
+    listed,
+    parse_reduction,
     reduce_in_place,
     reduce_many,
     reduce_many_in_place,
@@ -32,22 +39,23 @@ from .async_ops import (
     spread_in_place,
     spread_one,
 )
-from .process_sets import ProcessSet, global_process_set, group_of
-from .reduce_options import Average, Compression, ScaledReduction, Sum, compressed, listed, parse_reduction
+from .compression import Compression
 
 
 def _through(tensors: Tensors, forward: Linear, back: Linear) -> list[torch.Tensor]:
     """Run the operation, with a backward pass if a tensor requires gradients."""
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+    if not torch.is_grad_enabled() or not any(getattr(tensor, "requires_grad", False) for tensor in tensors):
         return forward(list(tensors))
     return apply_linear(list(tensors), forward, back)
 
 
-def _through_compressed(tensors: Tensors, compression: Any, forward: Linear, back: Linear) -> list[torch.Tensor]:
+def _through_compressed(
+    called: str, tensors: Tensors, compression: Any, forward: Linear, back: Linear
+) -> list[torch.Tensor]:
     """The same for tensors that are sent in another form."""
-    sent, contexts = compressed(compression, tensors)
-    found = _through(sent, forward, back)
-    return [compression.decompress(result, ctx) for result, ctx in zip(found, contexts, strict=True)]
+    sent = [compression.compress(check_dense(called, tensor)) for tensor in tensors]
+    found = _through([message for message, _ in sent], forward, back)
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(found, sent, strict=True)]
 
 
 def _linear(called: str, how: ScaledReduction) -> None:
@@ -90,7 +98,7 @@ def allreduce(
         _linear("allreduce", how)
         return [reduce_one("allreduce", gradients[0], how, gradient_name(name), process_set).wait()]
 
-    return _through_compressed([tensor], compression, forward, back)[0]
+    return _through_compressed("allreduce", [tensor], compression, forward, back)[0]
 
 
 def allreduce_(
@@ -128,7 +136,7 @@ def grouped_allreduce(
         _linear(called, how)
         return reduce_many(called, gradients, how, gradient_name(name), process_set).wait()
 
-    return _through_compressed(listed(called, tensors), compression, forward, back)
+    return _through_compressed(called, listed(called, tensors), compression, forward, back)
 
 
 def grouped_allreduce_(
@@ -176,7 +184,7 @@ def _own_parts(
     called: str, gradients: list[torch.Tensor], tensors: Tensors, name: str | None, process_set: ProcessSet
 ) -> list[torch.Tensor]:
     """This agent's rows of the averages of some gradients."""
-    mine = torch.tensor([[current(called).rank, *map(len, tensors)]])
+    mine = torch.tensor([[current(called).rank, *map(len, tensors)]], device="cpu")
     # An all-gather like the script's: agents in join() take part in it, with no rows.
     each = gather_one(called, mine, f"{gradient_name(name) or f'{called}.gradient'} (rows)", process_set).wait()
     before, rows = each[each[:, 0] < mine[0, 0], 1:].sum(0), mine[0, 1:]
@@ -240,7 +248,7 @@ def alltoall(
         return [exchange("alltoall", gradients[0], came, gradient_name(name), process_set).wait()[0]]
 
     (found,) = _through([tensor], forward, back)
-    return found if splits is None else (found, torch.tensor(came, dtype=torch.int32))
+    return found if splits is None else (found, torch.tensor(came, dtype=torch.int32, device="cpu"))
 
 
 def reducescatter(
@@ -271,12 +279,19 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """:func:`reducescatter` of several tensors at once, with its gradients."""
-    how = scattered("grouped_reducescatter", tensors, op, prescale_factor, postscale_factor)
-    return _scattered("grouped_reducescatter", tensors, how, name, compression, process_set)
+    called = "grouped_reducescatter"
+    tensors = listed(called, tensors)
+    how = scattered(called, tensors, op, prescale_factor, postscale_factor)
+    return _scattered(called, tensors, how, name, compression, process_set)
 
 
 def _scattered(
-    called: str, tensors: Tensors, how: ScaledReduction, name: str | None, compression: Any, process_set: ProcessSet
+    called: str,
+    tensors: list[torch.Tensor],
+    how: ScaledReduction,
+    name: str | None,
+    compression: Any,
+    process_set: ProcessSet,
 ) -> list[torch.Tensor]:
     def forward(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [share_of(result, process_set) for result in reduce_many(called, tensors, how, name, process_set).wait()]
@@ -288,7 +303,7 @@ def _scattered(
             gradient * factor for gradient in gather_many(called, gradients, gradient_name(name), process_set).wait()
         ]
 
-    return _through_compressed(listed(called, tensors), compression, forward, back)
+    return _through_compressed(called, tensors, compression, forward, back)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -328,10 +343,10 @@ class SyncBatchNorm(_BatchNorm):
         apart = wide - mean.view(shape)
         variance = allreduce(apart.square().sum(dims), op=Sum) / count
         self._keep(mean.detach(), variance.detach(), count)
-        found = (apart * torch.rsqrt(variance + self.eps).view(shape)).to(input.dtype)
+        found = apart * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             found = found * self.weight.view(shape) + self.bias.view(shape)
-        return found
+        return found.to(input.dtype)
 
     def _share(self) -> float:
         """The share of the new batch in the running statistics."""

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...operations.operation import Handle
+from ...execution.operation import Handle
 from ...optim.exchanges.buckets import OVERLAPPED_BUCKET_BYTES, as_given, by_count
 from ...optim.exchanges.hooks import add_gradient_listener
 from ...optim.optimizer import DecentralizedOptimizer
 from ...optim.params import check_that_models_agree, name_of_optimizer
 from ...runtime.agent import bind
 from ...topology._validate import check_size
-from .async_ops import reduce_many
-from .process_sets import ProcessSet, global_process_set, group_of
-from .reduce_options import Average, Compression, ReduceOp, ScaledReduction, Sum, parse_reduction
+from .agents import ProcessSet, global_process_set, group_of
+from .async_ops import Average, ReduceOp, ScaledReduction, Sum, parse_reduction, reduce_many
+from .compression import Compression
 
 _GRADIENTS = "_shoal_gradients"
 
@@ -56,6 +56,10 @@ class Distributed(torch.optim.Optimizer):
         """As the class's own; not while the gradients are on their way."""
         _wrapped_class(self).before_zero_grad()
         super().zero_grad(set_to_none)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy would have this class, but nothing that averages its gradients.
+        raise TypeError("a distributed optimizer cannot be pickled or copied; save its state_dict()")
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -94,7 +98,7 @@ def DistributedOptimizer(
         num_groups: The number of groups of about equal size; groups of 4 MiB if not given.
         groups: The same, or lists of parameters that are sent together; other parameters are grouped by default.
         sparse_as_dense: Ignored: sparse gradients are sent dense, and are sparse again before the step, as with True in
-            Horovod.
+            Horovod. They are sparse on all agents if one agent's is.
         process_set: The agents; other agents step alone.
 
     Raises:
@@ -293,7 +297,8 @@ class Gradients:
                 self._failed = error
 
     def _leave(self, number: int) -> None:
-        """Send a group: zeros for gradients that this agent has not, and at the end which parameters it steps."""
+        """Send a group: zeros for gradients that this agent has not, and at the end which parameters it steps, and
+        which of them have sparse gradients."""
         sent, contexts = [], []
         group = self._groups[number]
         for param in group:
@@ -308,8 +313,11 @@ class Gradients:
             contexts.append(context)
         # In the dtype of the others, so that it is in the same message.
         dtype = sent[0].dtype if sent[0].is_floating_point() else torch.float32
-        steps = [float(param.requires_grad or param.grad is not None) for param in group]
-        sent.append(torch.tensor(steps, dtype=dtype, device=sent[0].device))
+        flags = [
+            [float(param.requires_grad or param.grad is not None) for param in group],
+            [float(param in self._sparse) for param in group],
+        ]
+        sent.append(torch.tensor(flags, dtype=dtype, device=sent[0].device))
         name = f"{self._name}.{number}"
         handle = reduce_many("DistributedOptimizer", sent, self._how, name, self._process_set)
         self._under_way[number] = handle, contexts
@@ -318,25 +326,33 @@ class Gradients:
         """Replace the gradients by the averages, after sending the remaining groups. Once for each step."""
         failed, self._failed = self._failed, None
         if failed is not None:
+            for handle, _ in self._send_remaining().values():  # the next round must begin clean
+                handle.wait()
             raise failed
         if self._is_synchronized or not self._active:
             return
         with torch.no_grad():
             self._add_trainable_parameters()
-            for number in range(len(self._groups)):
-                if number not in self._under_way:
-                    self._leave(number)
-            under_way, self._under_way = self._under_way, {}
-            self._counts.clear()
-            for number in sorted(under_way):
-                handle, contexts = under_way[number]
-                *means, steps = handle.wait()
-                several = zip(self._groups[number], means, contexts, steps.tolist(), strict=True)
-                for param, mean, context, somewhere in several:
+            for number, (handle, contexts) in sorted(self._send_remaining().items()):
+                *means, flags = handle.wait()
+                several = zip(self._groups[number], means, contexts, *flags.tolist(), strict=True)
+                for param, mean, context, somewhere, sparse in several:
+                    if sparse:  # also on an agent without a gradient, or SparseAdam would fail on that one only
+                        self._sparse.add(param)
                     # One that some agents have frozen takes the others' steps, or the models would part.
                     if somewhere:
                         self._put(param, self._compression.decompress(mean, context))
         self._is_synchronized = True
+
+    @torch.no_grad()
+    def _send_remaining(self) -> dict[int, tuple[Handle[list[torch.Tensor]], list[Any]]]:
+        """Send the groups that have not been sent. Returns the handles and contexts of all, which are no more kept."""
+        for number in range(len(self._groups)):
+            if number not in self._under_way:
+                self._leave(number)
+        under_way, self._under_way = self._under_way, {}
+        self._counts.clear()
+        return under_way
 
     def _put(self, param: Param, mean: torch.Tensor) -> None:
         if param in self._sparse:

@@ -22,16 +22,15 @@ import torch
 from ..._signals import deferred
 from ...engine.engine import Engine
 from ...errors import DeadlineExceeded, NotInitialized
-from ...operations.control_messages import read_json
-from ...operations.operation import Handle
-from ...operations.services import Service
+from ...execution.control_messages import Service, read_json
+from ...execution.operation import Handle
 from ...ops.arguments import Internal
 from ...ops.collective import allgather_nonblocking, allreduce_nonblocking, barrier, gather_by_rank
 from ...ops.grouped import grouped_allgather_nonblocking, grouped_allreduce_nonblocking
 from ...runtime.agent import current
-from ...transport.wire import MOVABLE, Message
+from ...transport.messages import MOVABLE, Message
 
-WORD = "~horovod"
+HOROVOD = "~horovod"
 _CALL, _STATE = "call", "state"
 _MOST_BYTES = 1 << 24
 """The limit of one message: a list of a hundred thousand tensors has fewer."""
@@ -109,7 +108,7 @@ class JoinCoordinator(Service):
         self._send(rank, _STATE, JoinState(self._own, received))
 
     def _send(self, rank: int, op: str, content: AnnouncedCall | JoinState) -> None:
-        self._engine.send_control([rank], WORD, content, op=op, background=True)
+        self._engine.send_control([rank], HOROVOD, content, op=op, background=True)
 
     # Messages of others
 
@@ -159,10 +158,10 @@ class JoinCoordinator(Service):
                 if rank != engine.rank:
                     self._send_state(rank)
             engine.wake()
-        engine.begins_to_wait(self._since)
+        engine.check_after_wait(self._since)
         own_calls = self._calls
         self._follow()
-        mine = torch.tensor([own_calls, joined_at], dtype=torch.float64)
+        mine = torch.tensor([own_calls, joined_at], dtype=torch.float64, device="cpu")
         found = gather_by_rank(mine, Internal("horovod.join"))
         with deferred, engine.lock:
             self._ended, self._calls = self._own, 0
@@ -227,9 +226,11 @@ def _identities(call: AnnouncedCall) -> list[torch.Tensor]:
     for shape, number in call.tensors:
         dtype, sizes = MOVABLE[number], [int(size) for size in shape]
         if call.called in _GATHERS:
-            found.append(torch.empty([0, *sizes[1:]], dtype=dtype))
+            found.append(torch.empty([0, *sizes[1:]], dtype=dtype, device="cpu"))
         elif call.called in _REDUCES:
-            found.append(torch.full([1] * len(sizes), _identity(call.how, dtype), dtype=dtype).expand(sizes))
+            found.append(
+                torch.full([1] * len(sizes), _identity(call.how, dtype), dtype=dtype, device="cpu").expand(sizes)
+            )
     return found
 
 
@@ -256,7 +257,7 @@ def attach() -> None:
         return
     with deferred, engine.lock:
         _of[engine] = coordinator = JoinCoordinator(engine)
-        engine.add_service(WORD, coordinator)
+        engine.add_service(HOROVOD, coordinator)
     barrier(Internal("horovod.init"))
 
 

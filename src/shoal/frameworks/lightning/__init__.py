@@ -8,7 +8,7 @@
 with reasons.
 """
 
-from ..requirements import not_installed
+from .. import not_installed
 
 try:
     from .base_strategy import Wrapper as Wrapper

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from ...optim.mean_model import averaged, consensus_distance, means
+from ...optim.evaluation import averaged, being_read, consensus_distance, means
 from ...runtime.queries import rank
-from .collectives import gather_all
+from .base_strategy import gather_all
 
 
 class ConsensusDistance(Callback):
@@ -42,24 +42,28 @@ class ConsensusDistance(Callback):
 class SameNumbers(Callback):
     """Refuses to stop, to save or to change rates by numbers that each agent has for itself."""
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Check what is used at the end of this batch; nothing is sent if nothing is."""
+        self._check(trainer, _users_after_batch(trainer))
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
-            self._check(trainer)
+            self._check(trainer, _users(trainer))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._check(trainer)
+        self._check(trainer, _users(trainer))
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Check the numbers that a module logged at the end of an epoch, after this callback had run there."""
-        self._check(trainer)
+        self._check(trainer, _users(trainer))
 
-    def _check(self, trainer: Any) -> None:
-        monitored = _monitored(trainer)
+    def _check(self, trainer: Any, users: list[Any]) -> None:
+        monitored = sorted({name for user in users if isinstance(name := getattr(user, "monitor", None), str)})
         if not monitored or trainer.state.fn != "fit" or trainer.world_size == 1:
             return
         metrics = trainer.callback_metrics
         names = [name for name in monitored if name in metrics]
-        mine = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float64)
+        mine = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float64, device="cpu")
         every = [theirs.view(torch.int64) for theirs in gather_all(mine)]
         for number, name in enumerate(names):
             if any(len(theirs) != len(names) for theirs in every):
@@ -72,10 +76,30 @@ class SameNumbers(Callback):
                 )
 
 
-def _monitored(trainer: Any) -> list[str]:
-    """The names that callbacks and learning rates' schedules look at."""
-    found = [getattr(owner, "monitor", None) for owner in (*trainer.callbacks, *trainer.lr_scheduler_configs)]
-    return sorted({monitor for monitor in found if isinstance(monitor, str)})
+def _users(trainer: Any) -> list[Any]:
+    """The callbacks and the learning rates' schedules, of which some look at a number."""
+    return [*trainer.callbacks, *trainer.lr_scheduler_configs]
+
+
+def _users_after_batch(trainer: Any) -> list[Any]:
+    """Those that look at a number after this batch: plateaus by the step, and checkpoints by the step or by time."""
+    batches, steps = trainer.fit_loop.epoch_loop.batch_idx + 1, trainer.global_step
+    return [
+        *(
+            config
+            for config in trainer.lr_scheduler_configs
+            if config.reduce_on_plateau and config.interval == "step" and batches % config.frequency == 0
+        ),
+        *(
+            callback
+            for callback in trainer.callbacks
+            if isinstance(callback, ModelCheckpoint)
+            and (
+                callback._train_time_interval is not None
+                or (callback._every_n_train_steps and steps % callback._every_n_train_steps == 0)
+            )
+        ),
+    ]
 
 
 class MeanModel:
@@ -91,6 +115,7 @@ class MeanModel:
         self._module = module
         self._tensors: list[torch.Tensor] = []
         self._others: list[torch.Tensor] = []
+        self._being_read: dict[int, torch.nn.Parameter] = {}
 
     @property
     def is_in_place(self) -> bool:
@@ -104,14 +129,14 @@ class MeanModel:
         with torch.inference_mode(False), torch.no_grad():
             tensors = averaged(self._module)
             self._others = means(tensors, "lightning.mean")
-            self._tensors = tensors
+            self._tensors, self._being_read = tensors, being_read(self._module)
             self._exchange()
 
     def put_back(self) -> None:
         """Put this agent's own values back; nothing, if they are there. No agent waits for another."""
         if self.is_in_place:
             self._exchange()
-            self._tensors, self._others = [], []
+            self._tensors, self._others, self._being_read = [], [], {}
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -137,7 +162,11 @@ class MeanModel:
 
     def _exchange(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            for tensor, other in zip(self._tensors, self._others, strict=True):
-                kept = tensor.clone()
-                tensor.copy_(other)
-                other.copy_(kept)
+            for number, (tensor, other) in enumerate(zip(self._tensors, self._others, strict=True)):
+                if number in self._being_read:
+                    param = self._being_read[number]
+                    self._others[number], param.data = param.data, other
+                else:
+                    kept = tensor.clone()
+                    tensor.copy_(other)
+                    other.copy_(kept)

@@ -17,14 +17,13 @@ from ...ops.arguments import Internal
 from ...ops.objects import broadcast_object
 from ...optim.checkpoints.checkpoint import Checkpoint
 from ...optim.checkpoints.states import RandomState
-from ...optim.mean_model import consensus
+from ...optim.evaluation import consensus
 from ...optim.optimizer import DecentralizedOptimizer
 from ...runtime.agent import current
 from ...runtime.bootstrap import init
 from ...runtime.queries import is_initialized, size
-from ..requirements import check_agent
-from . import collectives
-from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, broadcast_weights, one_peer_at_a_time
+from .. import check_agent
+from .base_strategy import BaseStrategy, ShoalEnvironment, Wrapper, broadcast_weights, one_peer_at_a_time, reduced
 from .checkpoints import KEPT, KEY, StateHolder, check_one_path, folder_of, warn
 
 
@@ -38,7 +37,8 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
     beside it; ``fabric.load`` loads each agent's own state.
 
     Args:
-        wrapper: Makes a decentralized optimizer from an optimizer and the module; as for :class:`ShoalStrategy`.
+        wrapper: Makes a decentralized optimizer from an optimizer and the module; as for :class:`ShoalStrategy`. If the
+            optimizer has parameters of several modules, which were set up one by one, it gets the list of them.
         checkpoint_io: Lightning's plugin that writes the checkpoint's file, at rank 0.
 
     Raises:
@@ -76,18 +76,18 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
         if isinstance(optimizer, DecentralizedOptimizer):
             return optimizer
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        for module in self._modules:
-            if any(id(param) in mine for param in module.parameters()):
-                make = self._wrapper or (lambda optimizer, of: one_peer_at_a_time(optimizer, of, True))
-                return make(optimizer, module)
-        raise ValueError(
-            "ShoalFabricStrategy: the optimizer comes before its model, whose parameters agents average. Set up both "
-            "together: model, optimizer = fabric.setup(model, optimizer)"
-        )
+        holders = [module for module in self._modules if any(id(param) in mine for param in module.parameters())]
+        if not holders:
+            raise ValueError(
+                "ShoalFabricStrategy: the optimizer comes before its model, whose parameters agents average. Set up "
+                "both together: model, optimizer = fabric.setup(model, optimizer)"
+            )
+        make = self._wrapper or (lambda optimizer, of: one_peer_at_a_time(optimizer, of, True))
+        return make(optimizer, holders[0] if len(holders) == 1 else holders)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean, sum, maximum, minimum or product over the agents; the same bits on all."""
-        return collectives.reduced(tensor, reduce_op, group)
+        return reduced(tensor, reduce_op, group)
 
     # Checkpoints: the mean model's file, and a folder beside it with each agent's own state
 
@@ -100,6 +100,11 @@ class ShoalFabricStrategy(BaseStrategy, ParallelStrategy):
     ) -> None:
         """All agents call it, between two steps. A ``filter`` is for the file."""
         check_one_path(path)
+        if KEY in state:
+            raise ValueError(
+                f"fabric.save: the state has an entry {KEY!r}, and the file has the identity of the save there. Give "
+                "that entry another name"
+            )
         token = broadcast_object(secrets.token_hex(8), 0, Internal("fabric.save"))
         parts = {name: part if _is_stateful(part) else StateHolder(part) for name, part in state.items()}
         _checkpoint(parts, StateHolder(token), RandomState()).save(folder_of(path), 0, keep=KEPT)

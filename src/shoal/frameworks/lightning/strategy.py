@@ -1,4 +1,8 @@
-"""The strategy: the functions that Lightning's Trainer needs of several processes, by agents of Shoal."""
+"""The strategy: the functions that Lightning's Trainer needs of several processes, by agents of Shoal.
+
+The functions ``check_...`` refuse features of a Trainer that agents with separate models cannot support, with the
+reasons.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,58 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from ...errors import ShoalError
+from ...optim.asynchronous import WindowOptimizer
 from ...optim.checkpoints.states import RandomState
 from ...optim.optimizer import DecentralizedOptimizer
 from ...runtime.agent import current
 from ...runtime.bootstrap import init
 from ...runtime.queries import is_initialized, machine_size
-from ..requirements import check_agent
-from . import checkpoints, collectives, validation
+from .. import check_agent
+from . import checkpoints
 from .base_strategy import (
     BaseStrategy,
     ShoalEnvironment,
     Wrapper,
     broadcast_weights,
     evaluate_first,
+    gather_all,
     one_peer_at_a_time,
+    reduced,
+    release,
+    synchronise,
 )
 from .callbacks import MeanModel, SameNumbers
 
 T = TypeVar("T")
+_ALONE = (
+    "an agent that fails would save alone, and wait for the others. Leave it out, and resume from a checkpoint of an "
+    "epoch's end"
+)
+_OVER_TIME = (
+    "it keeps an average of one agent's weights, which is not the mean over the agents. Leave it out, or average "
+    "checkpoints, which have the mean"
+)
+_CALLBACKS: dict[type[Any], str] = {
+    OnExceptionCheckpoint: _ALONE,
+    StochasticWeightAveraging: _OVER_TIME,
+    WeightAveraging: _OVER_TIME,
+    BatchSizeFinder: "each agent would find a batch size of its own, and an average counts agents alike. Set one",
+    LearningRateFinder: "it tries rates from one start again and again, each agent for itself. Start a job for each",
+}
+_PRECISIONS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 class ShoalStrategy(BaseStrategy, ParallelStrategy):
@@ -84,7 +117,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
 
     @num_nodes.setter
     def num_nodes(self, count: int) -> None:
-        validation.check_nodes(count)
+        check_nodes(count)
 
     @property
     def _layer_sync(self) -> Any:
@@ -92,7 +125,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
 
     @_layer_sync.setter
     def _layer_sync(self, sync: Any) -> None:
-        validation.check_layer_sync(sync)
+        check_layer_sync(sync)
 
     @property
     def precision_plugin(self) -> Any:
@@ -100,7 +133,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        validation.check_precision(plugin)
+        check_precision(plugin)
         ParallelStrategy.precision_plugin.fset(self, plugin)
 
     @property
@@ -114,7 +147,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         return self.lightning_module.trainer
 
     def setup_environment(self) -> None:
-        validation.check_callbacks(self._trainer)
+        check_callbacks(self._trainer)
         self._trainer.callbacks[:] = [
             callback for callback in self._trainer.callbacks if not isinstance(callback, _Hooks)
         ]
@@ -127,7 +160,7 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
 
     def setup(self, trainer: Any) -> None:
         if self.world_size > 1:
-            collectives.synchronise(self.lightning_module)
+            synchronise(self.lightning_module)
         super().setup(trainer)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -148,16 +181,17 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         else:
             decentralized = self._wrapper(optimizer, self.lightning_module)
         self._decentralized.append(decentralized)
-        validation.check_optimizer(decentralized, trainer)
+        check_optimizer(decentralized, trainer)
         counts = trainer.accumulate_grad_batches != 1 or decentralized.num_steps_per_communication > 1
         if counts or decentralized.overlaps_backward:
             evaluate_first(decentralized)
         return decentralized
 
     def process_dataloader(self, dataloader: T) -> T:
-        """The unchanged loader; its order is the next epoch's, even if its workers start before Lightning sets the
+        """The loader; its order is rank 0's, and the next epoch's, even if its workers start before Lightning sets the
         epoch.
         """
+        dataloader = super().process_dataloader(dataloader)
         _set_sampler_epoch(dataloader, self._trainer.fit_loop.epoch_progress.current.processed)
         return dataloader
 
@@ -165,9 +199,11 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
         """Give the model and its metrics back. The agent stays one until its process ends, or ``shoal.shutdown()``."""
         self._put_back()
         if self.lightning_module is not None:
-            collectives.release(self.lightning_module)
+            release(self.lightning_module)
         decentralized, self._decentralized = self._decentralized, []
         interrupted = self.lightning_module is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if not interrupted and any(isinstance(optimizer, WindowOptimizer) for optimizer in decentralized):
+            self.barrier()  # slower agents still train, and put into the windows that close() frees
         for optimizer in decentralized:
             # A pending exchange fails again if an agent is lost, which the Trainer already knows.
             with contextlib.suppress(ShoalError) if interrupted else contextlib.nullcontext():
@@ -178,13 +214,11 @@ class ShoalStrategy(BaseStrategy, ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean, sum, maximum, minimum or product over the agents; the same bits on all."""
-        return collectives.reduced(tensor, reduce_op, group)
+        return reduced(tensor, reduce_op, group)
 
     def on_train_start(self) -> None:
-        batches = torch.tensor(float(self._trainer.num_training_batches))
-        validation.check_batches(
-            [int(count) if count.isfinite() else None for count in collectives.gather_all(batches)]
-        )
+        batches = torch.tensor(float(self._trainer.num_training_batches), device="cpu")
+        check_batches([int(count) if count.isfinite() else None for count in gather_all(batches)])
         if self._trainer.fit_loop.restarted_mid_epoch:
             self._restore_random()  # Lightning has begun to iterate, where a run that never stopped is in the middle
 
@@ -277,3 +311,73 @@ class _Hooks(SameNumbers):
         if not loop.is_resuming and not loop.epoch_loop.restarting and trainer.current_epoch > 0:
             # Lightning has started to iterate over the rest of an epoch without batches, and will start again.
             self._strategy._restore_random()
+
+
+def check_nodes(count: int) -> None:
+    """Raise ValueError unless the number of machines is left to the launcher."""
+    if count != 1:
+        raise ValueError(
+            f"Trainer(num_nodes={count}): with ShoalStrategy the launcher says on how many machines there are agents. "
+            "Leave num_nodes out"
+        )
+
+
+def check_layer_sync(sync: Any) -> None:
+    """Raise ValueError if batch norms are to be synchronised."""
+    if sync is not None:
+        raise ValueError(
+            "Trainer(sync_batchnorm=True) needs a process group, and makes all agents wait for all in every layer. "
+            "Leave it out: running statistics are averaged for validation; or take GroupNorm, which has none"
+        )
+
+
+def check_precision(plugin: Any) -> None:
+    """Raise ValueError for precisions that shard, quantize, or need an accelerator."""
+    if plugin is not None and type(plugin) not in _PRECISIONS:
+        raise ValueError(
+            f"ShoalStrategy: the precision plugin {type(plugin).__name__} shards or quantizes the model, or is for "
+            "accelerators, and agents average whole models on the CPU. Take precision='32-true', '64-true', "
+            "'bf16-true' or 'bf16-mixed'"
+        )
+
+
+def check_callbacks(trainer: Any) -> None:
+    """Raise ValueError for callbacks that act on one agent alone."""
+    for callback in trainer.callbacks:
+        name, why = type(callback).__name__, next((_CALLBACKS[k] for k in _CALLBACKS if isinstance(callback, k)), "")
+        if getattr(callback, "save_on_exception", False):
+            name, why = f"{name}(save_on_exception=True)", _ALONE
+        if why:
+            trainer.callbacks.remove(callback)  # it would save now, since this is an exception, too
+            raise ValueError(f"ShoalStrategy: {name}: {why}")
+
+
+def check_batches(counts: list[int | None]) -> None:
+    """Raise ValueError, on all agents, where they have different numbers of batches, by rank; None: not known."""
+    if len(set(counts)) > 1:
+        listed = ", ".join("unknown" if count is None else str(count) for count in counts)
+        raise ValueError(
+            f"ShoalStrategy: the agents have {listed} batches in an epoch, and agents that average take equally many "
+            "steps. Leave use_distributed_sampler on, or take a shoal.data.AgentSampler(shard=), or set "
+            "limit_train_batches"
+        )
+
+
+def check_optimizer(optimizer: DecentralizedOptimizer, trainer: Any) -> None:
+    """Raise ValueError for options that a decentralized optimizer cannot support in Lightning's loop."""
+    several = trainer.accumulate_grad_batches != 1
+    if optimizer.overlaps_backward and several:
+        raise ValueError(
+            f'overlap="backward" steps in every backward pass, and accumulate_grad_batches='
+            f"{trainer.accumulate_grad_batches} means one step for several. Leave one of the two out"
+        )
+    if optimizer.overlaps_backward and trainer.gradient_clip_val:
+        raise ValueError(
+            'overlap="backward" steps during the backward pass, and gradient_clip_val would clip after it. Leave one '
+            "of the two out"
+        )
+    if several and not getattr(optimizer.algorithm, "one_gradient", True):
+        raise ValueError(
+            f"{type(optimizer.algorithm).__name__} takes its gradient at points that it chooses, and "
+            "accumulate_grad_batches adds up gradients at others. Leave one of the two out"
+        )

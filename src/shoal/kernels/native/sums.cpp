@@ -1,6 +1,6 @@
 // Weighted sums and reductions of many tensors, each number read once and written once.
 //
-// The order of operations is that of shoal/kernels/weighted_sum.py and reduce.py in torch, so the bits are the same.
+// The order of operations is that of shoal/kernels/sums.py in torch, so the bits are the same.
 #include "tiles.h"
 
 namespace shoal {

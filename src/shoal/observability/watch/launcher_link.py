@@ -22,17 +22,17 @@ from typing import Any, Protocol
 LABEL = b"shoal watch 1 "
 NONCE, SEAL = 32, 16
 MOST_BYTES = (1 << 16) + 1024
-"""Of a message."""
+"""The limit of a message's size."""
 MOST_WAITING = 1 << 19
 """The limit of buffered bytes; later messages are dropped."""
 PROVING_SECONDS = 10.0
-"""How long a proof may take, and connecting."""
-AGAIN_SECONDS = 2.0
-"""After which a connection is tried again."""
-TELL_SECONDS = 0.5
-"""Between two reports of all processes of a machine."""
-LAST_SECONDS = 1.0
-"""For which the last report is waited for to be on its way."""
+"""The limit for connecting and authenticating."""
+RETRY_SECONDS = 2.0
+"""The pause before a connection is tried again."""
+REPORT_SECONDS = 0.5
+"""The time between two reports of all processes of a machine."""
+FLUSH_SECONDS = 1.0
+"""The limit for sending the last report."""
 _LENGTH = struct.Struct(">I")
 _COUNT = struct.Struct(">Q")
 
@@ -54,8 +54,8 @@ def _mac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
     return hmac.digest(secret, LABEL + purpose + b"".join(parts), "sha256")
 
 
-class _Sealed:
-    """Seals messages, or opens them."""
+class _MessageMac:
+    """Computes the MACs of a connection's messages, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
@@ -172,7 +172,7 @@ class StatusCollector:
                 nonces = guest.nonce, message[:NONCE]
                 if not hmac.compare_digest(message[NONCE:], _mac(self._secret, b"asks", *nonces)):
                     raise ValueError("it does not know the secret")
-                guest.sealed = _Sealed(_mac(self._secret, b"key", *nonces))
+                guest.sealed = _MessageMac(_mac(self._secret, b"key", *nonces))
                 guest.stream.put(_mac(self._secret, b"answers", *nonces))
                 self._write(guest)
                 continue
@@ -207,7 +207,7 @@ class _LauncherConnection:
     def __init__(self, sock: socket.socket) -> None:
         self.stream = _FramedStream(sock)
         self.nonce = secrets.token_bytes(NONCE)
-        self.sealed: _Sealed | None = None
+        self.sealed: _MessageMac | None = None
         self.limit = time.monotonic() + PROVING_SECONDS
 
 
@@ -223,7 +223,7 @@ class StatusSender:
         self._family, self._address, self._secret = family, address, secret.encode()
         self._selector = selectors.EpollSelector()
         self._stream: _FramedStream | None = None
-        self._sealed: _Sealed | None = None
+        self._sealed: _MessageMac | None = None
         self._nonces: tuple[bytes, bytes] | None = None
         self._limit = self._again = self._sent_at = 0.0
         self._processes: dict[int, tuple[int, str, str]] = {}
@@ -268,7 +268,7 @@ class StatusSender:
         """When to call :meth:`serve` at the latest, as ``time.monotonic()``."""
         if self._stream is None:
             return self._again
-        return self._limit if self._sealed is None else self._sent_at + TELL_SECONDS
+        return self._limit if self._sealed is None else self._sent_at + REPORT_SECONDS
 
     def serve(self) -> None:
         """Do what can be done now."""
@@ -285,7 +285,7 @@ class StatusSender:
                 self._hang_up()
         if self._stream is not None and self._sealed is None and now >= self._limit:
             self._hang_up()
-        if self._sealed is not None and now >= self._sent_at + TELL_SECONDS:
+        if self._sealed is not None and now >= self._sent_at + REPORT_SECONDS:
             self._send_status()
 
     def _connect(self) -> None:
@@ -310,7 +310,7 @@ class StatusSender:
             elif self._sealed is None:
                 if not hmac.compare_digest(message, _mac(self._secret, b"answers", *self._nonces)):
                     raise ValueError("it does not know the secret")
-                self._sealed = _Sealed(_mac(self._secret, b"key", *self._nonces))
+                self._sealed = _MessageMac(_mac(self._secret, b"key", *self._nonces))
                 self._send_status()
             else:
                 raise ValueError("it has nothing to say")
@@ -331,13 +331,13 @@ class StatusSender:
             self._selector.unregister(self._stream.sock)
             self._stream.sock.close()
         self._stream = self._sealed = self._nonces = None
-        self._again = time.monotonic() + AGAIN_SECONDS
+        self._again = time.monotonic() + RETRY_SECONDS
 
     def close(self) -> None:
         """Send the final messages within a time limit, and disconnect."""
         if self._sealed is not None:
             self._send_status()
-        limit = time.monotonic() + LAST_SECONDS
+        limit = time.monotonic() + FLUSH_SECONDS
         while self._stream is not None and self._stream.out and time.monotonic() < limit:
             self._selector.select(limit - time.monotonic())
             self._write()

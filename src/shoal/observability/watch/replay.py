@@ -8,10 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...operations.edge_counters import NEIGHBOURS
-from .. import clocks, membership_log, traces
+from .. import clock_alignment, membership_log, traces
 from ..membership_log import CAME, LEFT, MembershipEvent
-from ..run_files import kinds_in
+from ..run_files import NEIGHBOURS, kinds_in
 from ..traces import Trace
 from .run_state import ABSENT, BYTES, COMPUTING, LOST, REJOINING, STARTING, STEP_TIME, WAITING, History, loss_of, window
 from .run_state import LEFT as HAS_LEFT
@@ -34,7 +33,7 @@ def read(folder: Path) -> dict[str, Any]:
     entries = membership_log.read(folder) if of_records else []
     if not of_traces:
         return _LogReplay(entries).as_json()
-    _, laid = clocks.aligned(traces.read(folder).traces)
+    _, laid = clock_alignment.aligned(traces.read(folder).traces)
     return _TraceReplay(laid, entries).as_json()
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -19,24 +20,39 @@ from ...dtensors import is_sharded, parts_of_state, spread_as
 from ...errors import Mismatch, PeerLost, ShoalError
 from ...ops.arguments import Internal
 from ...ops.collective import gather_by_rank
-from ...ops.state_transfer import hand_over, let_in
+from ...ops.state_transfer import admit_joining_agents, transfer_state
 from ...runtime.agent import current
 from ...topology._validate import as_int
 from ..optimizer import DecentralizedOptimizer
-from .all_agents import AgentErrors, all_try, from_one_agent, present_agents
+from ..params import check_not_averaged
 from .checkpoint_files import (
+    AgentErrors,
     Manifest,
+    all_try,
     complete,
     find,
+    from_one_agent,
     is_name,
     is_of_step,
     next_name,
+    present_agents,
     read_states,
     remove_all_but,
     withdraw,
     write_states,
 )
-from .states import NO_SCHEDULES, GeneratorState, Stateful, as_stateful, in_own_memory, is_scheduled, mean_state
+from .states import (
+    NO_SCHEDULES,
+    GeneratorState,
+    Stateful,
+    as_stateful,
+    in_own_memory,
+    is_scheduled,
+    mean_state,
+    state_for_new_agent,
+    state_of_agent,
+    without_own_memory,
+)
 
 
 class Checkpoint:
@@ -117,16 +133,22 @@ class Checkpoint:
         into as many agents, or with ``start="consensus"`` into any number.
 
         Raises:
-            TypeError: ``step`` is no whole number.
+            TypeError: ``step`` or ``keep`` is no whole number.
             ValueError: ``step`` is negative, or ``keep`` less than 1.
+            RuntimeError: A model holds the mean of all agents, inside :func:`~shoal.consensus`.
             ShoalError: An agent could not save; the error names the ranks and the reasons. One reason is a state of
                 other objects than tensors, numbers, strings and their collections, because it could not be loaded.
         """
         agent = current("Checkpoint.save")
         _check_unsharded_agents("Checkpoint.save")
         step = as_int(step, "checkpoint: step")
-        if step < 0 or (keep is not None and keep < 1):
-            raise ValueError(f"checkpoint: step={step} must be 0 or more; keep={keep} must be 1 or more, or None")
+        if step < 0:
+            raise ValueError(f"checkpoint: step={step} must be 0 or more")
+        if keep is not None and as_int(keep, "checkpoint: keep") < 1:
+            raise ValueError(f"checkpoint: keep={keep} must be 1 or more, or None for all")
+        for part in self._parts.values():
+            if isinstance(part, torch.nn.Module):
+                check_not_averaged("Checkpoint.save", part.parameters())
         self._warn_of_schedules()
         place = None
         # None: the agent that names the folder was lost. The remaining ones save again, under another name and
@@ -135,8 +157,8 @@ class Checkpoint:
             place = self._save_among(present_agents(timeout), Path(folder), step, keep, timeout)
         # After the files: an admitted agent gets the state of this step, and its file is not missing in a save that has
         # begun.
-        if agent.engine.survives_losses and let_in(agent, timeout):
-            hand_over(agent, lambda: self._handed_over(step), timeout)
+        if agent.engine.survives_losses and admit_joining_agents(agent, timeout):
+            transfer_state(agent, lambda: self._handed_over(step), timeout)
             self._meet()
         return place
 
@@ -174,7 +196,7 @@ class Checkpoint:
         agent = current("Checkpoint.load")
         entry = agent.engine.rejoin
         entry.wait(entry.rejoin_seconds if timeout is None else timeout, agent.engine.stall_seconds)
-        state = hand_over(agent, None, timeout)
+        state = transfer_state(agent, None, timeout)
         parts = {name: part for name, part in self._parts.items() if not isinstance(part, GeneratorState)}
         if parts.keys() != state["parts"].keys():
             raise ValueError(
@@ -196,15 +218,23 @@ class Checkpoint:
         agent, place = current("Checkpoint.save"), None
         first, number = there[0], there.index(agent.rank)
         try:
-            name = _named(from_one_agent(first, "checkpoint.name", lambda: next_name(folder, step), timeout))
+            begun = from_one_agent(
+                first, "checkpoint.name", lambda: [next_name(folder, step), *sorted(self._parts)], timeout
+            )
+            name, parts = _named(begun[0]), begun[1:]
             path = place = folder / name
 
             def write() -> int:
-                states = {name: in_own_memory(part.state_dict()) for name, part in self._parts.items()}  # may need all
+                # Models last: an optimizer with windows takes in what has arrived, and so changes its model.
+                parts_in_order = reversed(self._parts.items())
+                states = {name: in_own_memory(part.state_dict()) for name, part in parts_in_order}  # may need all
                 if not is_of_step(name, step):
                     raise Mismatch(f"step={step} was given, and rank {first} saves {name}")
+                if sorted(self._parts) != parts:
+                    own, its = ", ".join(sorted(self._parts)), ", ".join(parts)
+                    raise Mismatch(f"the parts are {own}, and those of rank {first} are {its}")
                 if len(there) < agent.size:
-                    states = {part: _state_of_agent(state, number, len(there)) for part, state in states.items()}
+                    states = {part: state_of_agent(state, number, len(there)) for part, state in states.items()}
                 return write_states(path, number, states)
 
             # A gather of all agents' results: no manifest is written before every file is on its disk.
@@ -213,19 +243,21 @@ class Checkpoint:
             if failures:
                 withdraw(place, number)
                 raise failures.error(f"{place} is not saved")
-            own = torch.tensor([crc or 0])
+            own = torch.tensor([crc or 0], device="cpu")
             checksums = gather_by_rank(own, Internal("checkpoint.checksums"), timeout=timeout)
             # An agent that was lost after the names were agreed has no file, or one without a checksum here. The
             # numbering would then have a gap.
             if tuple(checksums) == there:
                 crcs = tuple(int(checksum) for checksum in checksums.values())
                 manifest = Manifest(step, len(there), tuple(self._parts), crcs, agent.size)
-                remove_all_but(
-                    folder,
-                    from_one_agent(
-                        first, "checkpoint.manifest", lambda: complete(folder, name, manifest, keep), timeout
-                    ),
-                )
+                made = partial(complete, folder, name, manifest, keep)
+                try:
+                    remove_all_but(folder, from_one_agent(first, "checkpoint.manifest", made, timeout))
+                except ShoalError as error:
+                    # The error of the one agent, on all. After a timeout the manifest may still be written.
+                    if type(error) is ShoalError:
+                        withdraw(place, number)
+                    raise
                 return place
         except PeerLost as lost:
             # Only the loss of the agent that names the folder is answered with another attempt; the other operations go
@@ -289,7 +321,9 @@ class Checkpoint:
             raise FileNotFoundError("checkpoint: folder=None has no files; missing_ok=True begins at step 0")
         folder = Path(folder)
         there = present_agents(timeout)
-        found = from_one_agent(there[0], "checkpoint.find", lambda: find(folder, step), timeout)
+        found = from_one_agent(
+            there[0], "checkpoint.find", lambda: find(folder, step) | {"parts": sorted(self._parts)}, timeout
+        )
         if not found["found"]:
             if missing_ok and not found["steps"]:
                 return 0
@@ -301,7 +335,7 @@ class Checkpoint:
                 warnings.warn(f"checkpoint: {errors[-1]}; the one before it is tried", stacklevel=2)
             place, manifest = folder / _named(name), Manifest(**content)
             start_state = _initial_state(start, place, manifest, len(there))
-            failures, states = self._read(place, manifest, start_state, there, timeout)
+            failures, states = self._read(place, manifest, start_state, there, found["parts"], timeout)
             # Nothing is loaded before all agents could read. Otherwise some would continue from this checkpoint and
             # others from the one before.
             if states is not None and not failures:
@@ -313,29 +347,42 @@ class Checkpoint:
         raise errors[0]
 
     def _read(
-        self, place: Path, manifest: Manifest, start: str, there: tuple[int, ...], timeout: float | None
+        self,
+        place: Path,
+        manifest: Manifest,
+        start: str,
+        there: tuple[int, ...],
+        parts: Iterable[str],
+        timeout: float | None,
     ) -> tuple[AgentErrors, dict[str, Any] | None]:
-        """The state that each agent loads from one checkpoint, by part; and the agents that could not read it."""
+        """The state that each agent loads from one checkpoint, by part; and the agents that could not read it.
+
+        Args:
+            parts: The names of the parts of the first of these agents.
+        """
         agent = current("Checkpoint.load")
         if start == "own" and manifest.agents not in (agent.size, len(there)):
             raise ValueError(
                 f"{place} is of {manifest.agents} agents, and there are {len(there)} now. Run with {manifest.agents}, "
                 "or load with start='consensus': then every agent begins at the mean of all that were saved."
             )
-        lacking = set(self._parts) - set(manifest.parts)
-        if lacking:
-            raise ValueError(f"{place} has {', '.join(manifest.parts)}, and not {', '.join(sorted(lacking))}")
+
+        def check(names: Iterable[str]) -> None:
+            lacking = set(names) - set(manifest.parts)
+            if lacking:
+                raise ValueError(f"{place} has {', '.join(manifest.parts)}, and not {', '.join(sorted(lacking))}")
+
+        check(parts)  # of one agent: an error here is raised on all, where an agent with other parts would wait below
 
         def read() -> dict[str, Any]:
+            check(self._parts)
             if start == "own" and manifest.agents == agent.size:
                 return read_states(place, agent.rank, manifest)
             if start == "own":  # numbered in the order of the ranks that were there, as it was saved
                 own = read_states(place, there.index(agent.rank), manifest)
-                return {part: _state_of_agent(state, agent.rank, agent.size) for part, state in own.items()}
+                return {part: state_of_agent(state, agent.rank, agent.size) for part, state in own.items()}
             files = [read_states(place, rank, manifest, mmap=True) for rank in range(manifest.agents)]
-            return {
-                name: _state_for_new_agent(mean_state([file[name] for file in files], name)) for name in self._parts
-            }
+            return {name: _mean_of([file[name] for file in files], name, part) for name, part in self._parts.items()}
 
         return all_try("checkpoint.load", read, timeout)
 
@@ -428,20 +475,9 @@ def _initial_state(start: str, place: Path, manifest: Manifest, there: int) -> s
     return "consensus"
 
 
-def _state_for_new_agent(state: Any) -> Any:
-    """A decentralized optimizer's state without the agent that it was of."""
-    own = state.get("shoal") if isinstance(state, Mapping) else None
-    if not isinstance(own, Mapping):
-        return state
-    return {**state, "shoal": {key: value for key, value in own.items() if key != "agent"}}
-
-
-def _state_of_agent(state: Any, number: int, count: int) -> Any:
-    """A decentralized optimizer's state as that of the n-th of so many agents."""
-    own = state.get("shoal") if isinstance(state, Mapping) else None
-    if not isinstance(own, Mapping) or "agent" not in own:
-        return state
-    return {**state, "shoal": {**own, "agent": (number, count)}}
+def _mean_of(states: list[Any], name: str, part: Stateful) -> Any:
+    algorithm = part.algorithm if isinstance(part, DecentralizedOptimizer) else None
+    return state_for_new_agent(mean_state([without_own_memory(state, algorithm) for state in states], name))
 
 
 def _key() -> str:

@@ -1,7 +1,11 @@
-"""The folder of checkpoints: the complete ones, the latest one, and atomically written files.
+"""The folder of checkpoints: the complete ones, the latest one, atomically written files, and all agents' steps on it.
+
 ``<folder>/000007-step-700/agent-3.pt`` is the file of agent 3 in the seventh save. ``manifest.json`` beside it is
 written when all agents' files are on the disk, and removed before any of them is: only a checkpoint with a manifest
 counts. It has a checksum of each file, and of itself: they detect damage by a disk, and are no signature.
+
+All agents take steps together where one of them may fail: an error on one agent is raised on all
+(:func:`from_one_agent`, :func:`all_try`).
 """
 
 from __future__ import annotations
@@ -17,9 +21,15 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from ...errors import ShoalError
+from ...ops.arguments import Internal
+from ...ops.collective import gather_by_rank
+from ...ops.objects import broadcast_object
+from ...runtime.agent import current
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _MANIFEST = "manifest.json"
@@ -37,6 +47,13 @@ class Manifest:
     """CRC-32 of each agent's file; empty where an earlier version wrote it."""
     size: int = 0
     """How many ranks the run had, of which some may have been lost; 0 where an earlier version wrote it."""
+
+    def __post_init__(self) -> None:
+        # Without a checksum, as in an earlier version, any JSON may be in its place.
+        counts = (self.step, self.agents - 1, self.size, *self.checksums)
+        parts = isinstance(self.parts, list | tuple) and all(isinstance(part, str) for part in self.parts)
+        if not parts or not all(type(count) is int and count >= 0 for count in counts):
+            raise ValueError("it has other things than numbers of agents and steps, and names of parts")
 
 
 class Damaged(Exception):
@@ -72,17 +89,27 @@ def complete(folder: Path, name: str, manifest: Manifest, keep: int | None) -> l
     content = asdict(manifest)
     text = json.dumps(content | {"crc32": _crc_of(content)}, indent=1)
     # The manifest comes last and as a whole. A process that is killed before leaves a folder that does not count.
-    write_atomically(folder / name / _MANIFEST, lambda path: path.write_text(text))
-    # The folder's own entry: after a power cut the files could else be on the disk, and the folder that names them not.
-    _sync(folder)
+    manifest_path = folder / name / _MANIFEST
+    try:
+        write_atomically(manifest_path, lambda path: path.write_text(text))
+        # The folder's own entry: after a power cut the files could else be on the disk, and the folder that names them
+        # not.
+        _sync(folder)
+    except BaseException:
+        # All agents take back their files now; with a manifest, what is left would still be found.
+        with suppress(OSError):
+            manifest_path.unlink(missing_ok=True)
+        raise
     # Only complete checkpoints: an incomplete one among the last would push out one that can be loaded.
     counting = [place for _, place in _begun(folder) if _manifest_of(place)]
     last = counting[-keep:] if keep else counting
     for place in counting[: -len(last)]:
         # Before any agent removes its files: with its manifest, a checkpoint of which half is gone would still be
         # found. A power cut may bring it back, as the folder is not synced. That does no harm: newer checkpoints are
-        # tried first, a missing or partial file is an error on all agents, and the next save unlinks it again.
-        (place / _MANIFEST).unlink()
+        # tried first, a missing or partial file is an error on all agents, and the next save unlinks it again. One that
+        # cannot be removed stays: the new checkpoint counts already, and its save has not failed.
+        with suppress(OSError):
+            (place / _MANIFEST).unlink()
     return [place.name for place in last]
 
 
@@ -207,7 +234,7 @@ def _manifest_of(place: Path) -> Manifest | None:
         problem = "its checksum is not that of what it says"
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     warnings.warn(f"checkpoint: {path} is damaged ({problem}); that checkpoint does not count", stacklevel=2)
     return None
@@ -255,3 +282,54 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+T = TypeVar("T")
+
+
+def present_agents(timeout: float | None) -> tuple[int, ...]:
+    """The ranks of the current agents, the same on all of them."""
+    return tuple(gather_by_rank(torch.empty(0, device="cpu"), Internal("checkpoint.agents"), timeout=timeout))
+
+
+def from_one_agent(rank: int, name: str, ask: Callable[[], T], timeout: float | None) -> T:
+    """Call ``ask`` on one rank and return its result on all agents; an error is raised on all as well."""
+    answer: dict[str, Any] = {}
+    failure = None
+    if current().rank == rank:
+        try:
+            answer = {"found": ask()}
+        # The others wait in the broadcast below. An error raised here would leave them there until their deadline.
+        except Exception as error:
+            failure, answer = error, {"error": _text_of(error)}
+    answer = broadcast_object(answer, rank, Internal(name), timeout=timeout)
+    if "error" in answer:
+        raise ShoalError(f"{name.partition('.')[0]}: at rank {rank}, {answer['error']}", (rank,)) from failure
+    found: T = answer["found"]
+    return found
+
+
+class AgentErrors(dict[int, str]):
+    """The agents' errors by rank, the same on all agents."""
+
+    def error(self, problem: str) -> ShoalError:
+        return ShoalError(f"{problem}: " + "; ".join(f"at rank {rank}, {text}" for rank, text in self.items()), self)
+
+
+def all_try(name: str, attempt: Callable[[], T], timeout: float | None) -> tuple[AgentErrors, T | None]:
+    """Call ``attempt`` on all agents: the errors of all, and this agent's result. No agent waits for a failed one."""
+    result, problem = None, ""
+    try:
+        result = attempt()
+    # Not raised here: this agent would be missing in the gather below, and the others would wait for it.
+    except Exception as error:
+        problem = _text_of(error)
+    texts = gather_by_rank(
+        torch.tensor(list(problem.encode()), dtype=torch.uint8, device="cpu"), Internal(name), timeout=timeout
+    )
+    return AgentErrors({rank: bytes(text.tolist()).decode() for rank, text in texts.items() if len(text)}), result
+
+
+def _text_of(error: Exception) -> str:
+    # Encodable: the name of a file may have bytes that are no UTF-8, and an error here would leave the others waiting.
+    return f"{type(error).__name__}: {error}".encode(errors="replace").decode()

@@ -7,6 +7,7 @@ of several agents, which are nested dicts, lists and tuples.
 from __future__ import annotations
 
 import copy
+import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,8 +15,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ...algorithms.algorithm import Algorithm
 from ...data import AgentSampler
 from ...ops import safe_serialization
+
+log = logging.getLogger("shoal")
 
 
 class Stateful(Protocol):
@@ -131,6 +135,13 @@ class PlainData:
                 f"checkpoint: {self._name} is a {type(self._data).__name__} here, and a {type(data).__name__} in the "
                 "checkpoint. Give the same kind to save() and load()"
             )
+        if isinstance(self._data, dict) and (missing := [key for key in self._data if key not in data]):
+            log.warning(
+                "checkpoint: %s has %s here and not in the checkpoint, and load() removes what the checkpoint does not "
+                "have: set it after load() if the script has gained it since",
+                self._name,
+                ", ".join(map(repr, missing)),
+            )
         # In place, because the script holds this very object; after the check of its kind, so that an error leaves it
         # as it was.
         self._data.clear()
@@ -234,3 +245,39 @@ def _mean(values: Sequence[Any], path: str) -> Any:
     for value in values[1:]:
         total += value
     return (total / len(values)).to(first.dtype)
+
+
+def without_own_memory(state: Any, algorithm: Algorithm | None) -> Any:
+    """A decentralized optimizer's state without what has no mean over agents, and begins anew at the mean model.
+
+    That is the error feedback of a compressor's shares, and the memory of an algorithm that keeps a share of the model
+    or one value for each neighbour. ``algorithm``: that of the optimizer, if the part is one.
+    """
+    own = state.get("shoal") if isinstance(state, Mapping) else None
+    if not isinstance(own, Mapping) or not isinstance(own.get("way"), Mapping):
+        return state
+    dropped = {"rests", "rests_of"}
+    if algorithm is not None and not _state_has_mean(algorithm):
+        dropped.add("parts")
+    return {**state, "shoal": {**own, "way": {key: value for key, value in own["way"].items() if key not in dropped}}}
+
+
+def _state_has_mean(algorithm: Algorithm) -> bool:
+    inner = getattr(algorithm, "algorithm", None)  # of one that wraps another
+    return algorithm.state_has_mean and (not isinstance(inner, Algorithm) or _state_has_mean(inner))
+
+
+def state_for_new_agent(state: Any) -> Any:
+    """A decentralized optimizer's state without the agent that it was of."""
+    own = state.get("shoal") if isinstance(state, Mapping) else None
+    if not isinstance(own, Mapping):
+        return state
+    return {**state, "shoal": {key: value for key, value in own.items() if key != "agent"}}
+
+
+def state_of_agent(state: Any, number: int, count: int) -> Any:
+    """A decentralized optimizer's state as that of the n-th of so many agents."""
+    own = state.get("shoal") if isinstance(state, Mapping) else None
+    if not isinstance(own, Mapping) or "agent" not in own:
+        return state
+    return {**state, "shoal": {**own, "agent": (number, count)}}

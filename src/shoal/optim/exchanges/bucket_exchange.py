@@ -1,7 +1,7 @@
 """The exchanges of one optimizer: the layout of its parameters, the initial agreement, and the base of all exchanges.
 
 Each optimizer exchanges one kind of data: its parameters, in step with the neighbours or through windows, or its
-gradients. So it has one :class:`BucketExchange`; its strategy (``strategies.py``) starts and finishes the exchange.
+gradients. So it has one :class:`BucketExchange`; its strategy (``steps.py``) starts and finishes the exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ...algorithms.schedule_weights import AgentSchedule
 from ...errors import Mismatch
-from ...operations.operation import Handle, Operation
+from ...execution.operation import Handle, Operation
 from ...runtime.agent import current
 from ..params import check_that_models_agree, check_that_values_agree, digest_of, equalize_frozen, explained
 from ..settings import Settings
@@ -49,7 +49,7 @@ class BucketExchange(ABC):
         counts: The settings that affect the exchange.
         grouped: The caller has fixed the groups, and other parameters are not joined with them.
         does_without: The names of conditions on W that this kind of exchange does not need.
-        present: While agents are joined (``join.py``), the numbers of agents with batches and of present agents: [2].
+        present: While agents are joined (``Join``), the numbers of agents with batches and of present agents: [2].
         balance: Checks the weights of each round, if no schedule gives them.
         default: The schedule of averages with neighbours, if neither the caller nor the script gives weights.
         mixed: The optimizer's state that is averaged beside the parameters, if any.

@@ -8,7 +8,7 @@ a tensor of its own: zeros, as optimizers begin with, and later the neighbours' 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def warn_of_second_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_second_iterates(
-    optimizer: torch.optim.Optimizer, keys: Iterable[str] | None, algorithm: object, can_mix: bool
+    optimizer: torch.optim.Optimizer, keys: Sequence[str], algorithm: object, can_mix: bool
 ) -> None:
     """Refuse a schedule-free optimizer of which only the parameters are averaged.
 
@@ -78,7 +78,7 @@ def check_second_iterates(
             f"{why}for good: {algorithm} exchanges the parameters alone. Take adapt, then combine, or adapt with "
             'combine, in step and with mix_state=("z",), or averaged gradients'
         )
-    if "z" not in (keys or ()):
+    if "z" not in keys:
         raise ValueError(
             f'{why}for good: give mix_state=("z",), and for an Adam ("z", "exp_avg_sq"); or average gradients'
         )

@@ -14,9 +14,9 @@ from ...algorithms.needs import DOUBLY_STOCHASTIC
 from ...algorithms.schedule_weights import AgentSchedule
 from ...algorithms.stability.growth import DIES_OUT
 from ...compression import Compressor
-from ...compression.draws import Redrawn
+from ...compression.random_numbers import Redrawn
 from ...errors import DeadlineExceeded, PeerLost
-from ...operations.operation import Handle
+from ...execution.operation import Handle
 from ...runtime.agent import bind, current
 from ...windows import by_name as ops
 from ...windows.registry import windows_of
@@ -192,8 +192,9 @@ class PairwiseExchange(WindowExchange):
         if set(mixing.source_ranks) != set(mixing.destination_ranks):
             raise ValueError(
                 f"{self._name}: two agents average with each other, and the topology has one-way edges: rank "
-                f"{mixing.rank} hears {list(mixing.source_ranks)} and tells {list(mixing.destination_ranks)}. Set an "
-                "undirected one, such as RingGraph, or take DistributedPushSumOptimizer"
+                f"{mixing.rank} receives from {list(mixing.source_ranks)} and sends to "
+                f"{list(mixing.destination_ranks)}. Set an undirected one, such as RingGraph, or take "
+                "shoal.optim.DistributedPushSumOptimizer"
             )
         self._pairs[name] = _PairwiseBucket(bucket, name, self.compressor)
         if self._answering is None:
@@ -223,12 +224,12 @@ class PairwiseExchange(WindowExchange):
             pairs.asked = _PendingAverage(peer, decoded, answers)
         try:
             return ops.win_put_nonblocking(message, pairs.slots.requests, dst_weights=[peer])
-        except PeerLost:
-            # The peer was lost after it was drawn. Nothing was sent, so no reply is awaited.
-            pairs.asked = None
-            if not current("AD-PSGD").engine.survives_losses:
-                raise
-            return None
+        except BaseException as error:
+            pairs.asked = None  # nothing was sent, so no reply is awaited
+            # The peer was lost after it was drawn.
+            if isinstance(error, PeerLost) and current("AD-PSGD").engine.survives_losses:
+                return None
+            raise
 
     def _drawn(self, name: str) -> int | None:
         """The neighbour of a round: the same for all buckets; None if no neighbour is left."""
@@ -243,8 +244,8 @@ class PairwiseExchange(WindowExchange):
         deadline = time.monotonic() + current("AD-PSGD").engine.timeout
         try:
             super().wait()
-        except PeerLost:
-            if not current("AD-PSGD").engine.survives_losses:
+        except BaseException as error:
+            if not (isinstance(error, PeerLost) and current("AD-PSGD").engine.survives_losses):
                 self._forget_asked()
                 raise
         for pairs in self._pairs.values():
@@ -368,7 +369,9 @@ class PairwiseExchange(WindowExchange):
             answering.join()
         pairs, self._pairs, self._silent = self._pairs, {}, set()
         for pair in pairs.values():
-            pair.give_to_model()
+            with self._lock:
+                pair.take_from_model()  # what the script has set since the last step
+                pair.give_to_model()
             for slot in pair.slots:
                 if slot in ops.get_current_created_window_names():
                     ops.win_free(slot)

@@ -11,7 +11,7 @@ import torch
 from ...algorithms.schedule_weights import AgentSchedule
 from ...compression import Compressor
 from ...errors import Mismatch
-from ...operations.operation import Handle
+from ...execution.operation import Handle
 from ...ops.collective import submit_allreduce
 from ...ops.encoded import Rest, submit_encoded_mean
 from ...runtime.agent import current
@@ -64,7 +64,7 @@ class SyncExchange(BucketExchange):
         if number != _MARKER:
             return self.buckets[number]
         if self._marker is None:
-            self._marker = Bucket([torch.nn.Parameter(torch.zeros(1))])
+            self._marker = Bucket([torch.nn.Parameter(torch.zeros(1, device="cpu"))])
         return self._marker
 
     def _position(self, number: int) -> int:
@@ -186,6 +186,7 @@ class GradientExchange(SyncExchange):
         self._compressor: Compressor | None = None
         self._feedback = False
         self._rests: dict[int, Rest] = {}
+        self._loaded: dict[int, list[str]] = {}  # of loaded rests that are not used yet: the bucket's parameters
         self._means: dict[Bucket, torch.Tensor] = {}  # where they are to be, of this round
 
     def compress(self, compressor: Compressor, feedback: bool) -> None:
@@ -213,7 +214,7 @@ class GradientExchange(SyncExchange):
                 current("optim"), flat, "average", name, out=mean, zero_copy=True, layout=self.digest
             )
         else:
-            rest = self._rests.setdefault(number, Rest()) if self._feedback else None
+            rest = self._rest_of(number, bucket) if self._feedback else None
             self._means[bucket] = flat
             self._handles[bucket] = submit_encoded_mean(
                 current("optim"), flat, self._compressor, name, rest, self.digest
@@ -234,6 +235,17 @@ class GradientExchange(SyncExchange):
                 mean.mul_(share)
             bucket.spread_gradients(mean)
 
+    def _rest_of(self, number: int, bucket: Bucket) -> Rest:
+        """The errors of a bucket's messages, which begin anew if they were loaded for other parameters."""
+        rest, names = self._rests.setdefault(number, Rest()), self._loaded.pop(number, None)
+        moved = names and names != self._names_of(number)
+        if moved or (rest.sent is not None and len(rest.sent) != bucket.numel):
+            rest = self._rests[number] = Rest()
+        return rest
+
+    def _names_of(self, number: int) -> list[str]:
+        return self.layout[number] if 0 <= number < len(self.buckets) else []
+
     def _replaced(self, number: int) -> None:
         # The error belongs to a message of the old length, which does not fit the new bucket.
         self._rests.pop(number, None)
@@ -244,8 +256,10 @@ class GradientExchange(SyncExchange):
 
     def state(self) -> dict[str, Any]:
         rests = {number: (rest.sent, rest.mean) for number, rest in self._rests.items()}
-        return super().state() | ({"rests": rests} if rests else {})
+        of = {number: self._loaded.get(number) or self._names_of(number) for number in rests}
+        return super().state() | ({"rests": rests, "rests_of": of} if rests else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
         self._rests = {number: Rest(*rest) for number, rest in state.get("rests", {}).items()}
+        self._loaded = dict(state.get("rests_of", {}))

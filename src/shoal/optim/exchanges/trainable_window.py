@@ -45,7 +45,7 @@ class _Declared(NamedTuple):
 
     def as_tensor(self) -> torch.Tensor:
         head = [*self.round, self.different, self.frozen_on, self.trainable_on]
-        return torch.tensor([*head, *self.trainable], dtype=torch.float64)
+        return torch.tensor([*head, *self.trainable], dtype=torch.float64, device="cpu")
 
     @classmethod
     def of(cls, theirs: torch.Tensor) -> _Declared:
@@ -71,7 +71,7 @@ class TrainableWindow:
         self._declared = trainable
         self._theirs: dict[int, _Declared] = {}
         self._puts: dict[int, int] = {}
-        ops.win_create(torch.zeros(5 + len(trainable), dtype=torch.float64), name, zero_init=True)
+        ops.win_create(torch.zeros(5 + len(trainable), dtype=torch.float64, device="cpu"), name, zero_init=True)
 
     def all_have_met(self) -> None:
         """The rounds of all agents are counted from 0 again."""

@@ -16,8 +16,8 @@ import torch
 from ...algorithms.needs import DOUBLY_STOCHASTIC
 from ...algorithms.schedule_weights import AgentSchedule
 from ...algorithms.stability.growth import DIES_OUT
-from ...errors import DeadlineExceeded, PeerLost
-from ...operations.operation import Handle
+from ...errors import DeadlineExceeded, PeerLost, ShoalError
+from ...execution.operation import Handle
 from ...ops.collective import barrier
 from ...runtime.agent import current
 from ...topology._validate import as_weight
@@ -78,7 +78,13 @@ class WindowExchange(BucketExchange, ABC):
         self._look()
         if self._declarations is not None:
             self._declarations.begin(self.rounds - self._counted_from, self._trainable)
-        self._moves = [self._move(bucket, name) for bucket, name in self._active_windows()]
+        self._moves = []
+        try:
+            for bucket, name in self._active_windows():
+                self._moves.append(self._move(bucket, name))
+        except BaseException:
+            self.abandon()  # the transfers that have begun
+            raise
         self.rounds += 1
 
     def _take_all(self, windows: list[tuple[Bucket, str]]) -> None:
@@ -91,6 +97,7 @@ class WindowExchange(BucketExchange, ABC):
         # Behind it no agent sends any more. What arrived after this agent's last update would otherwise be lost, and
         # the mean with it.
         barrier(f"{self._name}.settled")
+        self.before_local_step()  # what the script has set since: the data that is taken in would overwrite it
         self.prepare()
         self._take_all(self._windows_of_buckets())
         self._restart_count()
@@ -108,9 +115,17 @@ class WindowExchange(BucketExchange, ABC):
                 self.balance.look_at_scales(setting, getattr(self.settings, setting))
 
     def wait(self) -> None:
+        failed: ShoalError | None = None
         for move in self._moves or ():
-            if move is not None:
-                move.wait()
+            # After a failed transfer the others are still on their way: one of push-sum multiplies u when it ends, and
+            # would do so to the u of a later step.
+            try:
+                if move is not None:
+                    move.wait()
+            except ShoalError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def abandon(self) -> None:
         try:
@@ -265,13 +280,14 @@ class PushSumExchange(WindowExchange):
         self._short_since: dict[str, float] = {}
 
     def _register(self, bucket: Bucket, name: str) -> None:
-        ops.turn_on_win_ops_with_associated_p()
         # Not the bucket itself: the model reads z there, and neighbours get shares of u, which is z times p.
         u = bucket.room_for_result()
         u.copy_(bucket.flat)
         self._biased[name], self._before[name] = u, bucket.flat.clone()
         # Zeros: a slot that began as a copy of u would be collected as mass that no neighbour has sent.
         ops.win_create(u, name, zero_init=True)
+        # Not by the agent's switch: a script that turns it off, for a window of its own, would bias every later z.
+        windows_of(current("push-sum")).get("win_create", name).always_with_p = True
         saved = self._saved.pop(self._number(name), None)
         if saved is not None:
             # The window's p begins as 1 and is changed only by calls: this one multiplies it to the saved value, and u

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._edges import Neighbours, Ranks
-from ..schedule import AnyTopology
+from ..schedule import AnyTopology, Neighbours, Ranks
 from .span import SAMPLED_ROUNDS, Span, is_connected, spread, unpack
-from .symmetry import Invariance, find_invariance
+from .spectrum import Invariance, find_invariance
 
 WORK = 300_000_000
 """Edges times 64 sources that may be visited: a few seconds. Starts are sampled if a whole period would cost more."""

@@ -21,12 +21,11 @@ from math import ceil, floor, isfinite, log, log1p
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..families.ceca import Ceca, CecaPairs
+from ..families.finite_time import Ceca, CecaPairs
+from ..mixing import TOLERANCE
 from ..schedule import AnyTopology
-from ..weights import TOLERANCE
-from .span import DENSE_LIMIT, SAMPLED_ROUNDS, Span, Vector, is_connected
-from .spectrum import Estimate, fourier_error, gap_of
-from .symmetry import Invariance, find_invariance
+from .span import DENSE_LIMIT, Span, Vector, is_connected
+from .spectrum import Estimate, Invariance, find_invariance, fourier_error, gap_of
 
 WORK = 500_000_000
 """Edges that may be visited to count rounds: a few seconds."""
@@ -133,8 +132,7 @@ def rounds_of(
     if tame and invariance is not None:
         return _by_eigenvalues(invariance, error, (start - target) / scale)
     if span.whole and not (_keeps_the_mean(span) and is_connected(span)):
-        rounds = _counted(_values(span, start), error * scale, start, target, 2 * len(span) + SAMPLED_ROUNDS)
-        return rounds if rounds.value is not None else Rounds(rounds.at_least, None, never=True)
+        return _counted(_values(span, start), error * scale, start, target, _MOST_ROUNDS, len(span))
     small = span.size <= DENSE_LIMIT
     most = _QUICK_ROUNDS if tame and small else _MOST_ROUNDS
     rounds = _counted(_values(span, start), error * scale, start, target, most)
@@ -218,16 +216,28 @@ def _buffered_values(schedule: Ceca | CecaPairs, x: Vector) -> Iterator[Vector]:
             yield x
 
 
-def _counted(values: Iterator[Vector], distance: float, x: Vector, target: float, limit: int) -> Rounds:
-    """Run it from `x` until all are within `distance`, in the 2-norm, of `target`; or give up."""
+def _counted(
+    values: Iterator[Vector], distance: float, x: Vector, target: float, limit: int, period: int = 0
+) -> Rounds:
+    """Run it from `x` until all are within `distance`, in the 2-norm, of `target`; or give up.
+
+    With a `period` it never happens if the values, compared after whole periods, are again what they were: such values
+    repeat, or are at their limit.
+    """
     rounds = 0
-    lost = _BEYOND * np.linalg.norm(x - target)
+    scale = float(np.linalg.norm(x - target))
+    lost, earlier, next_kept = _BEYOND * scale, x, period
     for rounds, value in zip(range(limit + 1), values, strict=False):
         error = np.linalg.norm(value - target)
         if error <= distance:
             return Rounds(rounds, rounds)
         if error > lost:
             return Rounds(rounds + 1, None, never=True)
+        if period and rounds and rounds % period == 0:
+            if np.linalg.norm(value - earlier) <= _NEVER * scale:
+                return Rounds(rounds + 1, None, never=True)
+            if rounds >= next_kept:
+                earlier, next_kept = value, 2 * rounds
     return Rounds(rounds + 1, None)
 
 

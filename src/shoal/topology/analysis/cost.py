@@ -14,9 +14,8 @@ from math import inf, isfinite
 
 import numpy as np
 
-from .._edges import Ranks, distinct
 from .._validate import check_size
-from ..schedule import AnyTopology
+from ..schedule import AnyTopology, Ranks, distinct
 from .span import RoundMap, Span
 
 
@@ -117,6 +116,8 @@ def alpha_beta(handshakes: float, nbytes: float, latency: float, bandwidth: floa
     Raises:
         ValueError: a number that is negative or not finite, or no bandwidth.
     """
+    if not (isfinite(handshakes) and handshakes >= 0):
+        raise ValueError(f"handshakes is {handshakes}. Pass a number of them, at least 0.")
     check_network(nbytes=nbytes, latency=latency, bandwidth=bandwidth)
     return handshakes * latency + nbytes / bandwidth
 

@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..families.ceca import Ceca, CecaPairs
+from ..families.finite_time import Ceca, CecaPairs
+from ..mixing import Stochasticity
 from ..schedule import AnyTopology
-from ..weights import Stochasticity
 from . import cost
 from .age import Age, age_of
 from .consensus import Rounds, check_error, default_start, length_of, rounds_of
 from .cost import Traffic
 from .span import RoundMap, Span, Vector, is_connected
-from .spectrum import Estimate, gap_of, smallest_of
-from .symmetry import find_invariance
+from .spectrum import Estimate, find_invariance, gap_of, smallest_of
 
 DEFAULT_BYTES = 100_000_000
 """A model of 25 million float32 parameters, such as ResNet-50."""

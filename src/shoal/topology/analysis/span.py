@@ -23,16 +23,12 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from .._edges import Edges, Neighbours, Ranks, assemble, distinct
-from .._validate import as_digraph
-from ..families.compose import Kronecker
-from ..schedule import AnyTopology, EdgeSchedule, Schedule, as_schedule
-from ..weights import TOLERANCE, Stochasticity
+from .._validate import EDGE_LIMIT, as_digraph
+from ..families.compose import AllReduce, Kronecker
+from ..mixing import TOLERANCE, Stochasticity
+from ..schedule import AnyTopology, Edges, EdgeSchedule, Neighbours, Ranks, Schedule, as_schedule, assemble, distinct
 
 Vector: TypeAlias = NDArray[np.float64]
-
-EDGE_LIMIT = 5_000_000
-"""Edges of one round, self weights included, at most: 24 bytes each, and some more while they are worked on."""
 
 HELD_LIMIT = 20_000_000
 """Edges of all rounds that are held at a time."""
@@ -78,7 +74,7 @@ class RoundMap:
 
     @cached_property
     def stochasticity(self) -> Stochasticity:
-        """The properties that W preserves, to :data:`~shoal.topology.weights.TOLERANCE`."""
+        """The properties that W preserves, to :data:`~shoal.topology.mixing.TOLERANCE`."""
         return self.classified(TOLERANCE)
 
     def classified(self, tolerance: float) -> Stochasticity:
@@ -203,7 +199,7 @@ def classify(topology: AnyTopology, *, tolerance: float = TOLERANCE) -> Stochast
         topology: a graph with its weights, a matrix [n, n], or a schedule. All rounds of its period count; if it never
             repeats, the first :data:`SAMPLED_ROUNDS` count.
         tolerance: absolute, on each row and column sum and on each entry; see
-            :data:`~shoal.topology.weights.TOLERANCE`.
+            :data:`~shoal.topology.mixing.TOLERANCE`.
 
     Raises:
         TypeError, ValueError: no topology, weights that are not finite real numbers, or more than :data:`EDGE_LIMIT`
@@ -236,6 +232,8 @@ def _summed(places: Ranks, values: Vector, size: int) -> Vector:
 
 def _at_least(schedule: Schedule, round: int) -> int:
     """About how many edges a round has at least, found without building them, where that can be found."""
+    if isinstance(schedule, AllReduce):
+        return schedule.size**2
     if isinstance(schedule, Kronecker):
         return _at_least(schedule.between, round) * _at_least(schedule.inside, round)
     if type(schedule).mixing is EdgeSchedule.mixing:

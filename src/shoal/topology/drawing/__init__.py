@@ -137,13 +137,15 @@ def draw_schedule(
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: fewer than one round, and as for :func:`draw`.
+        ValueError: too few or too many rounds, a width that no picture has, and as for :func:`draw`.
     """
     _require_matplotlib()
     schedule = as_schedule(topology)
     shown = _rounds_to_show(schedule) if rounds is None else as_int(rounds, "rounds")
-    if shown < 1:
-        raise ValueError(f"rounds is {shown}, and a picture shows at least one. Leave it out for a good number.")
+    if not 1 <= shown <= MOST_PANELS:
+        raise ValueError(f"rounds is {shown}, and a picture shows 1 to {MOST_PANELS}. Leave it out for a good number.")
+    if width is not None and not 0 < width <= MOST_INCHES:
+        raise ValueError(f"width is {width}: pass inches, above 0 and at most {MOST_INCHES}")
     weights = [weights_of(schedule.graph(t)) for t in range(shown)]
     unseen = range(shown, min(schedule.period or 0, _LONGEST_PERIOD))
     edges = {edge for t in unseen for edge in weights_of(schedule.graph(t))}.union(*weights)
@@ -317,6 +319,8 @@ def _points_per_unit(axes: Axes, layout: AgentLayout) -> float:
     return float(min(box.width / layout.reach[0], box.height / layout.reach[1]) / axes.figure.dpi * 72 / 2)
 
 
+MOST_PANELS, MOST_INCHES = 1000, 100
+"""Of a picture: beyond them matplotlib computes without an end in sight."""
 COLUMN_WIDTH = 3.3
 TEXT_WIDTH = 6.9
 """Inches: of a column and of the text of a paper with two columns."""

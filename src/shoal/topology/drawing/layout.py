@@ -167,10 +167,10 @@ def arrange(
         ValueError: the agents do not fill the machines, there is no such kind, or the edges do not have this shape.
     """
     size = check_size(size)
-    if agents_per_machine is not None and check_size(agents_per_machine, "agents_per_machine") > 1:
-        return _machines(size, agents_per_machine)
     if kind != "auto" and kind not in KINDS:
         raise ValueError(f"there is no layout {kind!r}. Pass auto, {', '.join(KINDS)}.")
+    if agents_per_machine is not None and check_size(agents_per_machine, "agents_per_machine") > 1:
+        return _machines(size, agents_per_machine)
     present = set(edges)
     if kind == "circle" or (kind == "auto" and _is_circulant(size, present)):
         return _circle(size)

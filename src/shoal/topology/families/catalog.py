@@ -10,15 +10,14 @@ from inspect import signature
 
 import networkx as nx
 
-from .._validate import check_size
+from .._validate import EDGE_LIMIT, check_size
 from ..schedule import Schedule, Static
-from .base_graph import BaseGraph, HyperHypercube, SimpleBaseGraph, no_hyper_hypercube
-from .ceca import Ceca, CecaPairs
-from .cliques import DCliquesGraph
 from .compose import AllReduce, Alternating, EveryH, Kronecker, between_machines, inside_machines
 from .equitopo import DEquiStatic, ODEquiDyn, OUEquiDyn, UEquiStatic
+from .finite_time import BaseGraph, Ceca, CecaPairs, HyperHypercube, SimpleBaseGraph, no_hyper_hypercube
 from .graphs import (
     ChainGraph,
+    DCliquesGraph,
     ExponentialTwoGraph,
     FullyConnectedGraph,
     MeshGrid2DGraph,
@@ -26,6 +25,7 @@ from .graphs import (
     SpanningTreeGraph,
     StarGraph,
     TreeGraph,
+    odd,
 )
 from .groups import (
     GatewayRingGraph,
@@ -45,7 +45,6 @@ from .one_peer import (
     RingRandom,
     ShiftOne,
     not_a_power_of_two,
-    odd,
 )
 from .static import Hypercube, Torus, exponential, no_torus, ring, symmetric_exponential
 
@@ -131,6 +130,13 @@ _BASE = "Takezawa et al. 2023, arXiv:2305.11420"
 _EQUITOPO = "Song et al. 2022, arXiv:2210.07881"
 _CECA = "Ding et al. 2023, arXiv:2306.00256"
 _RING_STAR = "Jameel et al. 2019, doi 10.1007/978-3-030-43823-4_28"
+
+
+def too_dense(size: int) -> str:
+    """Why a graph with all edges is not made for these agents; empty if it is."""
+    if size**2 <= EDGE_LIMIT:
+        return ""
+    return f"{size**2:,} edges are too dense to analyse, of which the limit is {EDGE_LIMIT:,}. Take fewer agents."
 
 
 def hierarchical(size: int, agents_per_machine: int | None = None) -> Kronecker:
@@ -228,7 +234,15 @@ _STATIC = (
         "Bellet et al. 2021, arXiv:2104.07365",
         symmetric=True,
     ),
-    Topology("fully-connected", FullyConnectedGraph, "exchange with everybody", _BLUEFOG, symmetric=True, exact=True),
+    Topology(
+        "fully-connected",
+        FullyConnectedGraph,
+        "exchange with everybody",
+        _BLUEFOG,
+        symmetric=True,
+        exact=True,
+        refuses=too_dense,
+    ),
     Topology("all-reduce", AllReduce, "the mean of all, by an all-reduce", _RING_STAR, symmetric=True, exact=True),
 )
 

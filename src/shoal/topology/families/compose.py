@@ -13,10 +13,9 @@ from math import gcd, lcm
 
 import numpy as np
 
-from .._edges import Edges, one_peer
-from .._validate import check_round, check_size
+from .._validate import as_int, check_round, check_size
 from ..mixing import Mixing
-from ..schedule import EdgeSchedule, Schedule
+from ..schedule import Edges, EdgeSchedule, Schedule, as_schedule, one_peer
 
 
 class AllReduce(EdgeSchedule):
@@ -78,7 +77,7 @@ class Kronecker(EdgeSchedule):
     """
 
     def __init__(self, between: Schedule, inside: Schedule) -> None:
-        self.between, self.inside = between, inside
+        self.between, self.inside = between, inside = as_schedule(between), as_schedule(inside)
         self.size = between.size * inside.size
         self.period = _common_period(between, inside)
 
@@ -134,7 +133,7 @@ class Alternating(_ByTurns):
     """
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
-        self.schedules = tuple(schedules)
+        self.schedules = tuple(map(as_schedule, schedules))
         if not self.schedules:
             raise ValueError("there is no schedule to take turns with. Pass at least one.")
         self.size = _common_size(*self.schedules)
@@ -165,8 +164,10 @@ class EveryH(_ByTurns):
     """
 
     def __init__(self, often: Schedule, rarely: Schedule, every: int) -> None:
-        self.often, self.rarely = often, rarely
-        self.every = check_size(every, "every")
+        self.often, self.rarely = often, rarely = as_schedule(often), as_schedule(rarely)
+        self.every = as_int(every, "every")
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1, got {self.every}. Pass the number of rounds H.")
         self.size = _common_size(often, rarely)
         self.period = self._blocks_times_h()
 

@@ -14,9 +14,8 @@ from math import ceil, gcd, log2
 import numpy as np
 
 from .. import _random
-from .._edges import Edges, Ranks, one_peer
 from .._validate import check_size
-from ..schedule import EdgeSchedule
+from ..schedule import Edges, EdgeSchedule, Ranks, one_peer
 from .static import Circulant
 
 

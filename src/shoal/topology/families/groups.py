@@ -23,13 +23,12 @@ from math import lcm
 import networkx as nx
 import numpy as np
 
-from .._edges import Edges, Ranks, assemble
 from .._validate import check_size
-from ..schedule import EdgeSchedule, Schedule
-from ..weights import with_metropolis_hastings_weights
+from ..mixing import with_metropolis_hastings_weights
+from ..schedule import Edges, EdgeSchedule, Ranks, Schedule, assemble
 from .compose import AllReduce, Kronecker
-from .graphs import powers_below
-from .one_peer import OnePeer, RingRandom, odd
+from .graphs import odd, powers_below
+from .one_peer import OnePeer, RingRandom
 from .static import ring
 
 

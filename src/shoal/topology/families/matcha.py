@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .. import _random
-from .._edges import Edges, symmetric
 from .._validate import as_digraph
-from ..schedule import EdgeSchedule
+from ..schedule import Edges, EdgeSchedule, symmetric
 
 Array = NDArray[np.float64]
 
@@ -119,7 +118,10 @@ def best_alpha(matchings: tuple[Pairs, ...], probabilities: Array, size: int) ->
         expected = off_consensus - 2 * alpha * mean + alpha**2 * (mean @ mean + variance)
         return float(np.linalg.eigvalsh(expected)[-1])
 
-    alpha = _minimise(contraction, 1.0 / float(np.linalg.eigvalsh(mean)[1]))
+    connectivity = float(np.linalg.eigvalsh(mean)[1]) if size > 1 else 1.0
+    if connectivity < 1e-12:
+        raise ValueError("with these probabilities the graph falls apart; give its matchings positive ones")
+    alpha = _minimise(contraction, 1.0 / connectivity)
     return alpha, contraction(alpha)
 
 

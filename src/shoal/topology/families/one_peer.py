@@ -13,11 +13,10 @@ from math import lcm
 import numpy as np
 
 from .. import _random
-from .._edges import Edges, Ranks, assemble, one_peer
 from .._validate import check_round, check_size
-from ..schedule import EdgeSchedule, Schedule
-from .base_graph import BaseGraph
-from .graphs import check_shape, closest_factors
+from ..schedule import Edges, EdgeSchedule, Ranks, Schedule, assemble, one_peer
+from .finite_time import BaseGraph
+from .graphs import check_shape, closest_factors, odd
 
 
 class OnePeer(EdgeSchedule):
@@ -245,10 +244,3 @@ def not_a_power_of_two(size: int) -> str:
     if size & (size - 1) == 0:
         return ""
     return f"a hypercube needs a power of two, and {size} is none. base-2 is as cheap and exact for every number."
-
-
-def odd(size: int) -> str:
-    """Why these agents cannot all be paired; empty if they can, or if there is but one."""
-    if size == 1 or size % 2 == 0:
-        return ""
-    return f"pairs need an even number of agents, and {size} is odd. random-matchings lets one sit out a round."

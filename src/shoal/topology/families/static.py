@@ -12,9 +12,8 @@ from collections.abc import Iterable
 import networkx as nx
 import numpy as np
 
-from .._edges import Edges, assemble, circulant
 from .._validate import as_int, as_weight, check_size
-from ..schedule import EdgeSchedule
+from ..schedule import Edges, EdgeSchedule, assemble, circulant
 from .graphs import RING_HOPS, check_base, check_shape, check_style, closest_factors, powers_below
 from .one_peer import not_a_power_of_two
 

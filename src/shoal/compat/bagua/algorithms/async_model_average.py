@@ -8,7 +8,7 @@ import torch
 
 from ....compression import Compressor
 from ....ops.collective import barrier
-from ....optim.bluefog import DistributedADPSGDOptimizer
+from ....optim.asynchronous import DistributedADPSGDOptimizer
 from ....optim.optimizer import DecentralizedOptimizer
 from ....runtime.agent import current
 from ....runtime.queries import set_topology

@@ -1,1 +1,0 @@
-"""Proof of the job's secret, seals of messages, and TLS."""
