@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -76,7 +79,8 @@ def test_the_secret_is_not_shown() -> None:
 def test_the_table_has_each_variable_that_the_library_names() -> None:
     [package] = shoal.__path__
     sources = [path.read_text() for path in Path(package).rglob("*.py")]
-    assert {name for text in sources for name in re.findall(r"SHOAL_[A-Z][A-Z_]*[A-Z]", text)} == set(config.NAMES)
+    names = {name for text in sources for name in re.findall(r"SHOAL_[A-Z][A-Z_]*[A-Z]", text)}
+    assert names == {*config.NAMES, config.BUILD_NATIVE}
 
 
 def test_no_other_module_reads_them() -> None:
@@ -89,3 +93,25 @@ def test_no_other_module_reads_them() -> None:
     reads = re.compile(rf"environ(?:\.get\(|\[)\s*(?:\"SHOAL_|{'|'.join(constants)})")
     results = {path.name for path in Path(package).rglob("*.py") if reads.search(path.read_text())}
     assert results == {"launcher_notes.py", "agent_processes.py"}
+
+
+def test_a_misspelled_variable_is_found_by_its_resemblance() -> None:
+    unread = {
+        "SHOAL_TRANPORT": "tcp",
+        "SHOAL_TIMOUT": "5",
+        "SHOAL_SUITE": "x",
+        "SHOAL_BUILD_NATIVE": "1",
+        "TIMOUT": "5",
+    }
+    assert config.misspelled(unread | {"SHOAL_TIMEOUT": "5"}) == {
+        "SHOAL_TIMOUT": "SHOAL_TIMEOUT",
+        "SHOAL_TRANPORT": "SHOAL_TRANSPORT",
+    }
+
+
+def test_init_warns_of_a_misspelled_variable_at_the_line_that_calls_it() -> None:
+    environ = os.environ | {"SHOAL_TIMOUT": "5"}
+    script = "import shoal\nshoal.init()\nshoal.shutdown()"
+    process = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert re.fullmatch(r"<string>:2: UserWarning: .*SHOAL_TIMOUT.* did you mean SHOAL_TIMEOUT\?\n", process.stderr)

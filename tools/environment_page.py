@@ -20,7 +20,7 @@ HEAD = """\
 <!-- Written by tools/environment_page.py. -->
 
 `shoal.init()` and the launchers read these variables. An empty variable counts as unset. `shoal doctor` prints the
-variables that are set, and warns about a misspelt name.
+variables that are set. It and `shoal.init()` warn about a misspelled name.
 
 The variables of a job must have the same value on all agents, except for addresses, ports, folders and the variables
 that launchers set. `shoal.init()` raises [`Mismatch`](troubleshooting.md#mismatch) if agents differ in `SHOAL_ON_LOSS`,

@@ -7,6 +7,7 @@ docs/environment.md from the table.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,7 @@ WATCH = "SHOAL_WATCH"
 LAUNCHER = "SHOAL_LAUNCHER"
 EXIT_NOTES = "SHOAL_EXIT_NOTES"
 NATIVE = "SHOAL_NATIVE"
+BUILD_NATIVE = "SHOAL_BUILD_NATIVE"  # read by the installation only (hatch_build.py)
 
 TIME, FAILURES, ADDRESSES, TENSORS, SECURITY, TRACES, LAUNCHERS = (
     "Time limits",
@@ -368,3 +370,10 @@ def read(environ: Mapping[str, str] = os.environ) -> Config:
             except ValueError as error:
                 raise ValueError(f"{variable.name}={text!r}: {error}") from None
     return Config(**values)
+
+
+def misspelled(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The names in ``environ`` that Shoal does not read, each with the variable that it resembles."""
+    unread = (name for name in environ if name.startswith("SHOAL_") and name not in (*NAMES, BUILD_NATIVE))
+    nearest = {name: difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8) for name in sorted(unread)}
+    return {name: found[0] for name, found in nearest.items() if found}

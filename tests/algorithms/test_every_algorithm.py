@@ -247,8 +247,14 @@ def test_counts_that_are_no_whole_numbers_are_refused(name: str, make: Callable[
         (GradientDescent(1j), TypeError, r"lr=1j"),  # type: ignore[arg-type]
         (GradientDescent(np.float32(math.nan)), ValueError, "lr=.*nan.*: a finite number of at least 0"),
         (LocalSteps(GradientDescent("a"), 2), TypeError, r"GradientDescent\(lr='a'\)"),  # type: ignore[arg-type]
-        (GASLoC(GradientDescent(0.1), 2, alpha=math.nan), ValueError, r"GASLoC\(alpha=nan\): a number is wanted"),
+        (
+            GASLoC(GradientDescent(0.1), 2, alpha=math.nan),
+            ValueError,
+            r"GASLoC\(alpha=nan\): a finite number is wanted",
+        ),
+        (GASLoC(GradientDescent(0.1), 2, alpha=math.inf), ValueError, r"GASLoC\(alpha=inf\): a finite number"),
         (LED(0.1, 2, beta=math.nan), ValueError, r"LED\(beta=nan\)"),
+        (LED(0.1, 2, beta=-math.inf), ValueError, r"LED\(beta=-inf\)"),
         (ChocoSGD(0.1, "a", TopK(0.5)), TypeError, r"ChocoSGD\(gamma='a'\)"),  # type: ignore[arg-type]
     ],
 )

@@ -88,6 +88,9 @@ def test_a_loaded_state_resumes_between_two_updates() -> None:
 def test_arguments_out_of_range_are_refused(options: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         shoal.optim.AccumAdamW([parameter()], **options)
+    for count in (1.5, float("nan"), "3", True):
+        with pytest.raises(TypeError, match="accumulate must be an int"):
+            shoal.optim.AccumAdamW([parameter()], accumulate=count)  # type: ignore[arg-type]
 
 
 def test_second_moments_can_be_mixed() -> None:

@@ -217,6 +217,9 @@ def test_resuming_is_bit_for_bit(fleet: Fleets, at: int) -> None:
 def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         shoal.optim.OneBitAdam(MODEL.parameters(), **options)
+    for count in (1.5, float("nan"), "3", True):
+        with pytest.raises(TypeError, match="warmup must be an int"):
+            shoal.optim.OneBitAdam(MODEL.parameters(), warmup=count)  # type: ignore[arg-type]
 
 
 def test_overlap_with_the_backward_pass_is_refused() -> None:

@@ -228,7 +228,7 @@ def check_algorithm(algorithm: object) -> None:
     Raises:
         TypeError: It is no algorithm, such as a class in place of its instance; its ``compressor`` is none; or a field
             that is declared as a number has none.
-        ValueError: A number is NaN, or a step is infinite or negative.
+        ValueError: A number is NaN or infinite, or a step is negative.
     """
     require_algorithm(algorithm)
     assert isinstance(algorithm, Algorithm)
@@ -243,8 +243,8 @@ def check_algorithm(algorithm: object) -> None:
             number = torch.as_tensor(held if isinstance(held, torch.Tensor) else float(held), device="cpu")
             if field.name in _STEPS and not bool(number.isfinite().all() and (number >= 0).all()):
                 raise ValueError(f"{name}({field.name}={held!r}): a finite number of at least 0 is wanted")
-            if bool(number.isnan().any()):
-                raise ValueError(f"{name}({field.name}={held!r}): a number is wanted, not NaN")
+            if not bool(number.isfinite().all()):
+                raise ValueError(f"{name}({field.name}={held!r}): a finite number is wanted")
         if field.name == "compressor" and not isinstance(held, Compressor):
             raise TypeError(f"{name}(compressor={held!r}): a compressor of shoal.compression is wanted, as TopK(0.1)")
         if field.name == "algorithm":

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ..topology._validate import as_int
+
 
 def check_adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Raise ValueError for an argument that is out of its range or no number."""
@@ -65,6 +67,7 @@ class AccumAdamW(_OfRealParameters):
     tensor without dimensions.
 
     Raises:
+        TypeError: A count is no whole number.
         ValueError: A number is out of its range.
         RuntimeError: In a step: a gradient is sparse.
     """
@@ -80,6 +83,7 @@ class AccumAdamW(_OfRealParameters):
         weight_decay: float = 1e-2,
     ) -> None:
         check_adam(lr, betas, eps, weight_decay)
+        accumulate = as_int(accumulate, "accumulate")
         if accumulate < 1:
             raise ValueError(f"accumulate={accumulate}: pass a number of gradients, at least 1")
         defaults = {"lr": lr, "accumulate": accumulate, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -149,6 +153,7 @@ class OneBitAdam(_OfRealParameters):
         weight_decay: Times the parameter is added to its gradient.
 
     Raises:
+        TypeError: A count is no whole number.
         ValueError: A number is out of its range.
     """
 
@@ -163,6 +168,7 @@ class OneBitAdam(_OfRealParameters):
         weight_decay: float = 0.0,
     ) -> None:
         check_adam(lr, betas, eps, weight_decay)
+        warmup = as_int(warmup, "warmup")
         if warmup < 1:
             raise ValueError(f"warmup={warmup}: pass 1 or more, since the second moment is what they make of it")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup": warmup, "steps": 0}

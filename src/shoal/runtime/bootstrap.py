@@ -22,7 +22,7 @@ import networkx as nx
 
 from .. import clock
 from .._signals import deferred
-from ..config import BEGIN_WITH, CONTINUE, RAISE, STOP, Config, read
+from ..config import BEGIN_WITH, CONTINUE, RAISE, STOP, Config, misspelled, read
 from ..coordination.attach import PROCESS_GROUP, BackendOptions, attach_backend, check_backend, check_transport
 from ..engine.discovery import discover, submit_to_all
 from ..engine.engine import Engine
@@ -168,7 +168,10 @@ def _init(
         hook(agent)
     agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
     agent.topology_is_default = topology_fn is None
-    warn_of_process_group(agent, stacklevel=5)
+    warn_of_process_group(agent, stacklevel=4)
+    if mine is process_context() and agent.rank == agent.local_ranks[0]:
+        for name, variable in misspelled().items():
+            warnings.warn(f"shoal.init(): {name} has no effect; did you mean {variable}?", stacklevel=3)
 
 
 def _default_graph(size: int) -> nx.DiGraph:
