@@ -300,3 +300,35 @@ def test_a_peer_that_was_asked_in_vain_is_asked_no_more() -> None:
         return found
 
     assert shoal.Fleet(2, transport="network", timeout=1.0).run(run) == [["None"], []]
+
+
+def test_other_agents_get_replies_after_one_could_not_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = pairwise_exchange.ops.win_put
+    failed: list[bool] = []
+
+    def reply(*given: Any, **named: Any) -> Any:
+        if shoal.rank() == 0 and named["dst_weights"] == [1] and not failed:
+            failed.append(True)
+            raise shoal.DeadlineExceeded("rank 1 is stopped", (1,))
+        return put(*given, **named)
+
+    def run() -> list[str]:
+        shoal.set_topology(nx.DiGraph([(0, 1), (1, 0), (0, 2), (2, 0)]))
+        optimizer, errors = make(start(), 0.0), list[str]()
+        exchange: Any = optimizer._bucket_exchange
+        exchange.prepare()
+        shoal.barrier()
+        assert shoal.rank() != 2 or wait_until(lambda: bool(failed))
+        for _ in range(20):
+            try:
+                optimizer.step()
+            except shoal.DeadlineExceeded as error:
+                errors.append(str(error))
+        shoal.barrier(timeout=60.0)
+        optimizer.close()
+        return errors
+
+    monkeypatch.setattr(pairwise_exchange.ops, "win_put", reply)
+    first, second, third = shoal.Fleet(3, timeout=2.0).run(run)
+    assert first == ["rank 1 is stopped"] and third == []
+    assert len(second) == 1 and "rank 0, with which it averages, has not answered" in second[0]

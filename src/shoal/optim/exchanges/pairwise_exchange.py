@@ -344,8 +344,9 @@ class PairwiseExchange(WindowExchange):
                     self._answered += 1
             try:
                 ops.win_put(answer, pairs.slots.replies, dst_weights=[peer])
-            except PeerLost as error:  # the requesting agent is lost; others still get replies
-                if not current("AD-PSGD").engine.survives_losses:
+            except (PeerLost, DeadlineExceeded) as error:
+                # The script's thread raises it. This thread goes on: without it no other agent would get a reply.
+                if isinstance(error, DeadlineExceeded) or not current("AD-PSGD").engine.survives_losses:
                     self._error = error
         return found
 
