@@ -347,8 +347,8 @@ class Cuda:
         stream = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "an exchange with other agents cannot be captured into a CUDA graph: what they send, and whether they "
-                "come, is known only while it runs. Capture what is before and after it, and call it in between"
+                "an exchange with other agents cannot be captured into a CUDA graph: their messages, and whether they "
+                "arrive, are known only while it runs. Capture what is before and after it, and call it in between"
             )
         return CudaStream(stream)
 

@@ -408,7 +408,7 @@ def test_invalid_arguments_are_refused() -> None:
     "make", [DiLoCo, lambda one, n: SlowMo(one, n, BETA), NoLoCo, GASLoC], ids=["DiLoCo", "SlowMo", "NoLoCo", "GASLoC"]
 )
 def test_unsupported_algorithms_are_refused(make: Callable[[Algorithm, int], Algorithm]) -> None:
-    with pytest.raises(ValueError, match="both say when agents exchange"):
+    with pytest.raises(ValueError, match="both set when agents exchange"):
         make(local_sgd(), EVERY)
     with pytest.raises(
         ValueError, match=r"ExactDiffusion needs the same W in every step, and (DiLoCo|SlowMo|NoLoCo|GASLoC) changes it"

@@ -170,7 +170,7 @@ def test_a_run_of_another_file_version_is_refused_with_both_versions(tmp_path: P
     for kind, match in {
         "shoal run, version 1": r"run1 is a run of file version 1, and this version of Shoal reads version 2\. Load it",
         "shoal run, version 2": "run1 is not a saved run, or is damaged: its fields are x, estimate, ",
-        "shoal walk": "run1 is not a saved run, or is damaged: it has another kind of content",
+        "shoal walk": "run1 is not a saved run, or is damaged: its content is of another kind",
     }.items():
         data = safe_serialization.write({"kind": kind, **content}, "run")
         (tmp_path / "run1").write_bytes(data.numpy().tobytes())

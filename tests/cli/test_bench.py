@@ -244,7 +244,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Figures, list[
 def test_a_time_is_that_of_one_call_on_the_slowest_agent(comparison: tuple[Figures, object]) -> None:
     values = comparison[0].values
     assert len(values["balanced"]) == len(values["slow on rank 1"]) == 3
-    assert all(0.1 <= seconds < 0.19 for seconds in values["slow on rank 1"])
+    assert 0.1 <= min(values["slow on rank 1"]) < 0.19  # on a busy machine others may be longer
     assert min(values["balanced"]) < 0.05
 
 

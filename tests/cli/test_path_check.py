@@ -117,11 +117,11 @@ def test_packet_loss_in_one_direction_is_distinguished_from_loss_in_both(lost: i
     else:
         assert "nobody has connected" in first and "no request to connect has come either" in first
     assert f"cannot connect to {machines[0].address}:29400 (no answer: a firewall?)" in second
-    assert "what machine 0 says tells which direction is closed" in second
+    assert "the output of machine 0 shows which direction is closed" in second
 
 
 def test_if_the_other_machine_is_absent_the_remedy_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    for node, word in ((0, "nobody has connected to"), (1, "cannot connect to")):
+    for node, word in ((0, "no machine has connected to"), (1, "cannot connect to")):
         where = f"127.0.0.1:{free_port()}"
         assert cli.main(["doctor", "--rendezvous", where, "--node-rank", str(node), "--wait", "0.5"]) == 1
         output = capsys.readouterr().out
@@ -140,4 +140,4 @@ def test_a_foreign_client_at_the_rendezvous_is_a_failure_and_no_crash(capsys: py
             sock.sendall(b"GET / HTTP/1.0\r\n\r\n")
             break
     thread.join(60.0)
-    assert results == [1] and "does not answer as it should" in capsys.readouterr().out
+    assert results == [1] and "sent an invalid answer" in capsys.readouterr().out

@@ -547,7 +547,7 @@ def test_a_second_ctrl_c_kills_at_once(script: Script, start: Callable[..., Job]
     wait_until(lambda: len(marks(tmp_path, "got")) == 2)
     time.sleep(2 * SAME_INTERRUPT_SECONDS)
     job.send_signal(signal.SIGINT)
-    assert job.wait(10) == 130
+    assert job.wait(30) == 130
     wait_until(lambda: not any(map(is_running, marks(tmp_path, "up").values())))
 
 

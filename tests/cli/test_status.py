@@ -64,7 +64,7 @@ def until(statuses: Callable[[], Agents], true: Callable[[Agents], bool]) -> Age
         last = statuses()
         return true(last)
 
-    assert wait_until(look, 10.0), last
+    assert wait_until(look), last
     return last
 
 
@@ -72,7 +72,7 @@ def until(statuses: Callable[[], Agents], true: Callable[[Agents], bool]) -> Age
 
 
 def until_there_is(path: Path) -> None:
-    assert wait_until(path.exists, 20.0)
+    assert wait_until(path.exists)
 
 
 def chain(seen: Path) -> None:

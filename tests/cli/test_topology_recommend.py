@@ -120,7 +120,7 @@ def test_topologies_unfit_for_training_are_listed_with_the_reason(capsys: pytest
         ("--inside-bandwidth 1gb/s", "may be in bits or in bytes"),
         ("--agents 0", "'0' is not a number of them: write 1 or more"),
         ("--agents -4", "'-4' is not a number of them: write 1 or more"),
-        ("--agents 1", "a single agent has nobody to agree with"),
+        ("--agents 1", "a single agent has no neighbour"),
         ("--agents 1000001", "-n 1000001: so many agents cannot be timed. The limit is 1,000,000."),
         ("--per-machine some", "'some' is not a number of them"),
         ("--model-mb -3", "'-3' is not a number above zero"),

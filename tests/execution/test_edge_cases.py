@@ -111,7 +111,7 @@ def test_a_shutdown_while_another_thread_of_the_agent_waits(fleet: Fleets) -> No
         thread.start()
         time.sleep(0.02)  # in the middle of it
         shoal.shutdown()
-        thread.join(5)
+        thread.join(30)
         assert not thread.is_alive()
 
     for _ in range(20):
@@ -125,12 +125,12 @@ def test_an_agent_that_leaves_after_a_thirds_death_is_known_to_have_left(fleet: 
 
     def run() -> tuple[tuple[int, ...], list[int]]:
         shoal.barrier()
-        all_.wait(10)
+        all_.wait(30)
         if shoal.rank() == 2:
             leave(agent_context(), "died for the test", True)
             return (), []
         assert wait_until(lambda: 2 in shoal.observability.membership().died)
-        both.wait(10)
+        both.wait(30)
         if shoal.rank() == 1:
             shoal.shutdown()
             return (), []

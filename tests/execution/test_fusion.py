@@ -170,7 +170,7 @@ def test_one_shape_that_differs_fails_alone(fleet: Fleets) -> None:
         outcomes = []
         for name, handle in handles.items():
             try:
-                outcomes.append(f"{name} {handle.wait(10).sum().item():g}")
+                outcomes.append(f"{name} {handle.wait(30).sum().item():g}")
             except shoal.Mismatch as error:
                 assert "shape" in str(error)
                 assert set(error.ranks) == {0, 1}
@@ -201,7 +201,7 @@ def test_early_messages_of_several_neighbours_that_mismatch_fail_only_their_call
         outcomes = []
         for name, handle in handles.items():
             try:
-                outcomes.append(f"{name} {handle.wait(10).sum().item():g}")
+                outcomes.append(f"{name} {handle.wait(30).sum().item():g}")
             except shoal.Mismatch:
                 outcomes.append(f"{name} refused")
         shoal.barrier()
@@ -240,7 +240,7 @@ def test_a_fused_operation_whose_neighbour_leaves_ends_with_its_name(fleet: Flee
         outcomes = []
         for name, handle in zip("ab", handles, strict=True):
             with pytest.raises(shoal.PeerLost) as caught:
-                handle.wait(10)
+                handle.wait(30)
             assert caught.value.ranks == (1,)
             outcomes.append(repr(name) in str(caught.value))
         return outcomes

@@ -142,7 +142,7 @@ def test_a_shape_that_differs_in_one_push_fails_only_that_push(fleet: Fleets) ->
         result = {}
         for name, handle in handles.items():
             try:
-                result[name] = f"{handle.wait(10)[0].item():g}"
+                result[name] = f"{handle.wait(30)[0].item():g}"
             except shoal.Mismatch as error:
                 result[name] = f"{sorted(error.ranks)} {'shape' in str(error)} {repr(name) in str(error)}"
         shoal.barrier()

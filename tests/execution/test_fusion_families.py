@@ -299,10 +299,10 @@ def edges_from_0_to_1(unaware: int, notified: threading.Event) -> dict[str, Any]
             handles[name] = shoal.nonblocking.neighbor_allreduce(torch.ones(2), 0.5, *edge, name=name)
     result = outcomes(handles)
     if shoal.rank() != unaware:
-        assert notified.wait(10)  # it is there until the other has heard
+        assert notified.wait(30)  # it is there until the other has heard
         return result
     if result["b"] == [0.5, 0.5]:
-        assert wait_until(lambda: current().engine.lifecycle._refused is not None)
+        assert wait_until(lambda: current().engine.lifecycle.late_refusal is not None)
         with pytest.raises(shoal.Mismatch) as caught:
             shoal.barrier()
         assert "'b'" in str(caught.value)

@@ -96,7 +96,7 @@ def test_agents_that_fuse_differently_have_the_bits_of_single_calls(fleet: Fleet
 
 def outcome(handle: Handle) -> Any:
     try:
-        return handle.wait(10).sum().item()
+        return handle.wait(30).sum().item()
     except shoal.ShoalError as error:
         return type(error).__name__
 

@@ -45,10 +45,10 @@ def test_all_agents_raise_whichever_agent_detects_it_first(fleet: Fleets, first:
             shoal.shutdown()
             left.set()
             return []
-        assert left.wait(10)
+        assert left.wait(30)
         others = [index for index in range(SIZE) if index not in (rank, LEAVES)]
         among = shoal.nonblocking.allgather(torch.ones(1), name="others", group=[0, 1, 2]) if rank != first else None
-        waits.wait(10)
+        waits.wait(30)
         results = [failure(lambda: shoal.neighbor_allreduce(torch.ones(3)))] if rank == first else []
         if among is not None:
             results.append(failure(among.wait))

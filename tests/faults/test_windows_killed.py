@@ -89,7 +89,7 @@ def assert_survivors_continue(world: World, rest: list[int] = REST) -> None:
 
 
 def assert_all_name_the_killed(count: int) -> None:
-    assert wait_until(lambda: len(shoal.observability.membership().died) == count, 2.0)
+    assert wait_until(lambda: len(shoal.observability.membership().died) == count)
 
 
 # The sender
@@ -303,8 +303,8 @@ def hold_and_be_killed(
     """
     pending = world.run_on(VICTIM, hold_mutex, of, then)
     waiters = [0, 1]
-    assert wait_until(lambda: all(one.error for one in world.run(take_mutex, of, 0.05, on=waiters)), 10.0)
-    assert wait_until(is_ready, 10.0)
+    assert wait_until(lambda: all(one.error for one in world.run(take_mutex, of, 0.05, on=waiters)))
+    assert wait_until(is_ready)
     world.results(end_when_waiting, world.members[VICTIM].pid, on=waiters[:1])
     waiting = [world.run_on(rank, take_mutex, of) for rank in waiters]
     dead = pending.outcome()
@@ -344,7 +344,7 @@ def test_waiters_for_a_mutex_of_a_freed_window_raise(environment: dict[str, str]
         world.results(open_window)
         world.results(end_when_waiting, world.members[VICTIM].pid, signal.SIGINT, on=[TARGET])
         owner = world.run_on(VICTIM, hold_mutex, VICTIM, wait_and_free)
-        assert wait_until(lambda: bool(world.run(take_mutex, VICTIM, 0.05, on=[1])[0].error), 10.0)
+        assert wait_until(lambda: bool(world.run(take_mutex, VICTIM, 0.05, on=[1])[0].error))
         waiter = world.run_on(TARGET, take_mutex, VICTIM).outcome()
         freed = owner.outcome()
         assert not freed.error, freed.trace
@@ -434,7 +434,7 @@ def test_ctrl_c_ends_a_wait_for_a_mutex_and_the_agent_can_shut_down(environment:
     with World(3, environment=environment) as world:
         world.results(open_window)
         holder = world.run_on(1, hold_mutex, TARGET, pause)
-        assert wait_until(lambda: all(one.error for one in world.run(take_mutex, TARGET, 0.05, on=[VICTIM])), 10.0)
+        assert wait_until(lambda: all(one.error for one in world.run(take_mutex, TARGET, 0.05, on=[VICTIM])))
         world.results(end_when_waiting, world.members[VICTIM].pid, signal.SIGINT, on=[VICTIM])
         outcome = world.run_on(VICTIM, take_mutex, TARGET).outcome()
         assert outcome.error == "KeyboardInterrupt", outcome.trace

@@ -149,7 +149,7 @@ def test_a_window_with_a_departed_agent_is_refused_by_name(fleet: Fleets) -> Non
             shoal.shutdown()
             departed.set()
             return
-        assert departed.wait(10)  # it listens no more
+        assert departed.wait(30)  # it listens no more
         with pytest.raises(shoal.PeerLost) as caught:
             shoal.bluefog.win_create(torch.ones(5), "x", timeout=5.0)
         assert caught.value.ranks == (1,)
@@ -212,7 +212,7 @@ def test_closing_locks_while_threads_acquire_them_locks_no_other_file() -> None:
                     locks.close()
                     with memory_file() as other, memory_file() as another:
                         for thread in threads:
-                            thread.join(10.0)
+                            thread.join(30)
                         for innocent in (other, another):
                             probe = ByteLocks(innocent)
                             for byte in range(2):

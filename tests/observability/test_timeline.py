@@ -265,7 +265,7 @@ def test_a_directory_that_cannot_be_created_does_not_end_the_training(tmp_path, 
     monkeypatch.setenv("SHOAL_TIMELINE", str(tmp_path / "file" / "traces"))
     with caplog.at_level(logging.ERROR, "shoal"):
         shoal.Fleet(2).run(average)
-    assert sum("goes without a timeline" in record.message for record in caplog.records) == 2
+    assert sum("continues without a timeline" in record.message for record in caplog.records) == 2
 
 
 def test_a_full_disk_ends_only_the_timeline(traces, monkeypatch, caplog):

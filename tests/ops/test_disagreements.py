@@ -219,7 +219,7 @@ def test_a_source_that_does_not_send(fleet: Fleets, form: str, numel: int) -> No
 
     def run() -> tuple[str, tuple[int, ...]]:
         error, seconds = mismatch_of(call)
-        both.wait(10)
+        both.wait(30)
         assert seconds < scaled(SOON)
         agree_again()
         return str(error), error.ranks
@@ -245,7 +245,7 @@ def test_a_header_that_the_receiver_does_not_expect(fleet: Fleets, form: str, nu
 
     def run() -> tuple[str, tuple[int, ...]]:
         error, seconds = mismatch_of(call)
-        both.wait(10)
+        both.wait(30)
         assert seconds < scaled(SOON)
         agree_again()
         return str(error), error.ranks
@@ -296,7 +296,7 @@ def test_an_agent_with_one_call_less_is_detected(fleet: Fleets) -> None:
 def test_an_absent_agent_is_named_at_the_deadline(fleet: Fleets, name: str | None) -> None:
     def run() -> None:
         if shoal.rank() == 2:
-            assert done.wait(10)
+            assert done.wait(30)
             return
         calls: dict[str, Call] = {
             "neighbor_allreduce": lambda: shoal.neighbor_allreduce(torch.ones(3), name=name, timeout=0.2),
@@ -343,11 +343,11 @@ def test_after_a_deadline_the_late_messages_are_dropped_and_the_next_round_works
                 shoal.neighbor_allreduce(x, "x", timeout=0.1)
             late.set()
         elif transport == PROCESS_GROUP:  # what one gives up, all give up
-            assert late.wait(10)
+            assert late.wait(30)
             with pytest.raises((shoal.DeadlineExceeded, shoal.Mismatch), match=r"rank 0, whose own call failed there"):
                 shoal.neighbor_allreduce(x, "x")
         else:
-            assert late.wait(10)
+            assert late.wait(30)
             shoal.neighbor_allreduce(x, "x")  # what agent 0 sent is there; what goes back is dropped there
         return [shoal.neighbor_allreduce(x + step, "x")[0].item() for step in range(5)]
 
@@ -362,7 +362,7 @@ def test_a_fleets_timeout_is_the_deadline_of_every_call(fleet: Fleets) -> None:
                 shoal.neighbor_allreduce(torch.ones(2))
             assert 0.25 < time.monotonic() - started < scaled(SOON)
             done.set()
-        assert done.wait(10)
+        assert done.wait(30)
 
     done = threading.Event()
     fleet(2, timeout=0.3).run(run)
@@ -382,7 +382,7 @@ def test_a_name_in_flight_twice_is_refused_locally(fleet: Fleets) -> None:
 
     def run() -> float:
         if shoal.rank() == 1:
-            assert go.wait(10)
+            assert go.wait(30)
             return shoal.neighbor_allreduce(torch.tensor(1.0), "x").item()
         handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(0.0), "x")
         calls: list[Call] = [
@@ -413,7 +413,7 @@ def test_an_agent_that_has_left_is_named_by_agents_that_need_it(fleet: Fleets) -
             return
         assert wait_until(lambda: 2 in shoal.observability.membership().left)
         assert shoal.pair_gossip(torch.tensor(float(shoal.rank())), other()).item() == 0.5  # the survivor continues
-        together.wait(10)
+        together.wait(30)
         started = time.monotonic()
         # Detected here, or reported by the other agent, which detected it first: with the same text.
         with pytest.raises(shoal.PeerLost, match=NEEDED) as caught:
@@ -433,7 +433,7 @@ def test_an_agent_that_has_left_is_named_by_agents_that_need_it(fleet: Fleets) -
 def test_the_departure_of_an_agent_ends_the_calls_that_wait_for_it(fleet: Fleets) -> None:
     def run() -> None:
         if shoal.rank() == 0:
-            assert waiting.wait(10)
+            assert waiting.wait(30)
             shoal.shutdown()
             return
         handle = shoal.nonblocking.allreduce(torch.ones(9000))
@@ -464,7 +464,7 @@ def test_messages_sent_before_a_shutdown_still_arrive(fleet: Fleets) -> None:
             shoal.shutdown()
             left.set()
             return []
-        assert left.wait(15)
+        assert left.wait(30)
         return [shoal.neighbor_allreduce(x, name)[0].item() for name in names]
 
     assert fleet(2).run(run) == [[], [1.5] * 5]
@@ -531,7 +531,7 @@ def test_a_handle_raises_after_shutdown_and_its_message_arrives(fleet: Fleets) -
     def run() -> float:
         if shoal.rank() == 1:
             # A message before that would still complete the operation of rank 0.
-            assert wait_until(lambda: bool(engines) and engines[0].lifecycle.gate.closing, 10.0)
+            assert wait_until(lambda: bool(engines) and engines[0].lifecycle.gate.closing)
             return shoal.neighbor_allreduce(torch.tensor(1.0)).item()
         handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(0.0))
         engines.append(current().engine)
@@ -549,7 +549,7 @@ def test_the_handle_of_a_failed_operation_keeps_no_memory_file_open() -> None:
 
     def run() -> shoal.Handle[torch.Tensor] | None:
         if shoal.rank() == 0:
-            assert waiting.wait(10)
+            assert waiting.wait(30)
             return None
         handle = shoal.nonblocking.allreduce(torch.ones(9000))
         waiting.set()

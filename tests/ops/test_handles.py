@@ -128,7 +128,7 @@ def test_poll_is_false_and_does_not_block_while_a_neighbour_is_missing(fleet: Fl
 
     def run() -> float:
         if shoal.rank() == 1:
-            assert go.wait(10)
+            assert go.wait(30)
         handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(float(shoal.rank())))
         if shoal.rank() == 0:
             started = time.monotonic()
@@ -161,7 +161,7 @@ def test_a_wait_with_a_timeout_ends_and_leaves_the_operation_in_flight(fleet: Fl
 
     def run() -> float:
         if shoal.rank() == 1:
-            assert go.wait(10)
+            assert go.wait(30)
             return shoal.neighbor_allreduce(torch.tensor(1.0), "late").item()
         handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(0.0), "late")
         started = time.monotonic()
@@ -182,9 +182,10 @@ def test_a_wait_with_a_timeout_ends_and_leaves_the_operation_in_flight(fleet: Fl
 def test_done_callbacks_run_once_with_the_handle_before_or_after_the_end(fleet: Fleets) -> None:
     def run() -> list[str]:
         seen: list[tuple[str, float]] = []
-        handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(float(shoal.rank())))
-        handle.add_done_callback(lambda h: seen.append(("first", h.wait().item())))
-        handle.add_done_callback(lambda h: seen.append(("second", h.wait().item())))
+        with current().engine.lock:  # the operation must not end between the two
+            handle = shoal.nonblocking.neighbor_allreduce(torch.tensor(float(shoal.rank())))
+            handle.add_done_callback(lambda h: seen.append(("first", h.wait().item())))
+            handle.add_done_callback(lambda h: seen.append(("second", h.wait().item())))
         handle.wait()
         assert wait_until(lambda: len(seen) == 2)
         handle.add_done_callback(lambda h: seen.append(("late", h.wait().item())))
@@ -207,7 +208,7 @@ def test_a_callback_that_raises_is_logged_and_has_no_other_effect(
 
         handle.add_done_callback(fail)
         handle.wait()
-        assert ran.wait(5)
+        assert ran.wait(30)
         return shoal.neighbor_allreduce(torch.tensor(2.0)).item()
 
     assert fleet(2).run(run) == [2.0, 2.0]
@@ -229,7 +230,7 @@ def test_a_callback_runs_as_the_agent_that_added_it(fleet: Fleets) -> None:
             chain[-1].add_done_callback(next_step)
 
         shoal.nonblocking.neighbor_allreduce(torch.tensor(0.0), "chain").add_done_callback(next_step)
-        assert finished.wait(5)
+        assert finished.wait(30)
         return chain[-1].wait().item()
 
     assert fleet(2).run(run) == [1.5, 1.5]
@@ -241,7 +242,7 @@ def test_a_callback_that_waits_for_another_operation_raises_a_deadlock_error(fle
     def run() -> float:
         if shoal.rank() == 1:
             shoal.allreduce(torch.ones(1), name="now")
-            assert go.wait(5)
+            assert go.wait(30)
             return shoal.neighbor_allreduce(torch.tensor(1.0), "later").item()
         later = shoal.nonblocking.neighbor_allreduce(torch.tensor(0.0), "later")
         errors: list[Exception] = []
@@ -254,7 +255,7 @@ def test_a_callback_that_waits_for_another_operation_raises_a_deadlock_error(fle
             go.set()
 
         shoal.nonblocking.allreduce(torch.ones(1), name="now").add_done_callback(wait_in_callback)
-        assert go.wait(5)
+        assert go.wait(30)
         assert [type(error) for error in errors] == [RuntimeError]
         assert "would never end" in str(errors[0])
         return later.wait().item()
@@ -299,7 +300,7 @@ def test_unnamed_calls_run_at_most_two_unread_rounds_ahead(fleet: Fleets) -> Non
     def run() -> list[bool]:
         shoal.set_topology(shoal.topology.with_weights(*[torch.tensor([[1.0, 0], [1, 0]]).numpy()] * 2), True)
         if shoal.rank() == 1:
-            awake.wait(10)
+            awake.wait(30)
         done = []
         for i in range(3):
             handle = shoal.nonblocking.neighbor_allreduce(torch.ones(9000))
@@ -332,7 +333,7 @@ def test_a_name_whose_reader_is_late_does_not_block_other_names(fleet: Fleets) -
             go.set()
             return other[0].item() + sum(handle.wait()[0].item() for handle in stuck)
         other = shoal.neighbor_allreduce(torch.ones(9000), 1.0, {0: 1.0}, {0: 1.0}, name="other")
-        assert go.wait(10)
+        assert go.wait(30)
         return other[0].item() + sum(send(f"behind {i}", 0.0).wait()[0].item() for i in range(3))
 
     assert fleet(2).run(run) == [5.0, 5.0]
@@ -348,7 +349,7 @@ def test_an_agent_may_submit_long_before_its_neighbour_and_compute(fleet: Fleets
         assert wait_until(handle.poll)
         started = time.perf_counter()
         handle.wait()
-        return time.perf_counter() - started < 0.5
+        return time.perf_counter() - started < scaled(0.5)
 
     assert fleet(2).run(run) == [True, True]
 

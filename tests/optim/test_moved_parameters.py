@@ -180,7 +180,7 @@ def test_a_replaced_parameter_is_refused_by_name(
         before = flat(net)
         net(torch.ones(2, 3)).sum().backward()
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=f"other parameters now in the place of {names}, and this"):
+            with pytest.raises(RuntimeError, match=f"parameters {names} were replaced by others, and this"):
                 optimizer.step()
         assert torch.equal(flat(net), before)
         optimizer.close()

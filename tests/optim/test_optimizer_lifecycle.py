@@ -296,7 +296,7 @@ def test_a_window_optimizer_whose_neighbour_left_can_be_closed(fleet: Fleets) ->
             with pytest.raises(shoal.PeerLost) if shoal.rank() == 0 else nullcontext():
                 loss_of(model).backward()
                 optimizer.step()
-        both.wait(10)  # or the other one would be gone, too
+        both.wait(30)  # or the other one would be gone, too
         optimizer.close()
         return shoal.bluefog.get_current_created_window_names() == []
 

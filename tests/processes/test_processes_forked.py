@@ -59,7 +59,7 @@ def ask_a_child_while_a_thread_holds_the_lock() -> list[str]:
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(10)
+    held.wait(30)
     answers = [in_a_child(one) for one in (handle.wait, shoal.init, shoal.rank, work, shoal.is_initialized)]
     answers.append(in_a_child(lambda: shoal.allreduce(torch.ones(3))))
     done.set()
@@ -120,7 +120,7 @@ def fork_by_every_method() -> list[object]:
         ended: object = process.exitcode
         if ended is None:
             os.kill(process.pid or 0, signal.SIGUSR1)
-            process.join(5)
+            process.join(30)
             stacks.seek(0)
             ended = f"hangs, with these stacks:\n{stacks.read()}"
             process.kill()

@@ -14,14 +14,14 @@ import pytest
 
 import shoal
 from shoal.rendezvous.elastic_join import SECRET_NAME, Invitation, claim, keep_secret
-from shoal.rendezvous.rendezvous import CLAIMED, PREFIX, ROOM, _torchs_server
+from shoal.rendezvous.rendezvous import CLAIMED, INVITATION, PREFIX, _torchs_server
 from support.limits import scaled
 
 SECRET = "a secret that nobody writes down"
 WITH_SECRET = {"SHOAL_SECRET": SECRET}
 
 
-def room(descriptor: int = -1, size: int = 8) -> Invitation:
+def invitation(descriptor: int = -1, size: int = 8) -> Invitation:
     return Invitation("job", size, 4, os.getpid(), descriptor)
 
 
@@ -33,7 +33,7 @@ def served(response: str | None) -> Iterator[int]:
     store = _torchs_server(listener, time.monotonic() + 60.0)
     if response is not None:
         store.set(PREFIX + CLAIMED, "0 nobody")
-        store.set(PREFIX + ROOM, response)
+        store.set(PREFIX + INVITATION, response)
     yield port
     del store
 
@@ -43,7 +43,7 @@ def claimed(port: int, count: int, environ: dict[str, str] = WITH_SECRET, second
 
 
 def test_ranks_are_claimed_in_turn_until_none_is_left() -> None:
-    with served(room().written(SECRET)) as port:
+    with served(invitation().written(SECRET)) as port:
         assert [claimed(port, 1), claimed(port, 2)] == [4, 5]
         with pytest.raises(shoal.ShoalError, match=r"2 cannot join: 1 ranks are free.* with 4 of --max-agents 8"):
             claimed(port, 2)
@@ -54,7 +54,7 @@ def test_ranks_are_claimed_in_turn_until_none_is_left() -> None:
 
 def test_concurrent_claims_get_different_ranks() -> None:
     results: list[int] = []
-    with served(room(size=16).written(SECRET)) as port:
+    with served(invitation(size=16).written(SECRET)) as port:
         threads = [threading.Thread(target=lambda: results.append(claimed(port, 2))) for _ in range(6)]
         for thread in threads:
             thread.start()
@@ -65,8 +65,8 @@ def test_concurrent_claims_get_different_ranks() -> None:
 
 def test_a_process_of_the_same_user_finds_the_secret_in_the_launcher() -> None:
     descriptor = keep_secret(SECRET)
-    with served(room(descriptor).written(SECRET)) as port:
-        assert SECRET not in room(descriptor).written(SECRET)
+    with served(invitation(descriptor).written(SECRET)) as port:
+        assert SECRET not in invitation(descriptor).written(SECRET)
         assert claimed(port, 1, {}) == 4
     os.close(descriptor)
 
@@ -75,7 +75,7 @@ def test_a_process_of_the_same_user_finds_the_secret_in_the_launcher() -> None:
 def test_no_other_file_is_taken_for_the_secret(name: str) -> None:
     descriptor = os.memfd_create(name)
     os.write(descriptor, b"guessed")
-    with served(room(descriptor).written(SECRET)) as port:
+    with served(invitation(descriptor).written(SECRET)) as port:
         message = "somebody else writes to its store" if name == SECRET_NAME else "set SHOAL_SECRET to the same"
         with pytest.raises(shoal.ShoalError, match=message):
             claimed(port, 1, {})
@@ -83,12 +83,12 @@ def test_no_other_file_is_taken_for_the_secret(name: str) -> None:
 
 
 def test_a_joiner_with_another_secret_is_refused_with_a_message() -> None:
-    with served(room().written(SECRET)) as port, pytest.raises(shoal.ShoalError, match="is not that of the run"):
+    with served(invitation().written(SECRET)) as port, pytest.raises(shoal.ShoalError, match="is not that of the run"):
         claimed(port, 1, {"SHOAL_SECRET": "another"})
 
 
 def test_modified_entries_are_rejected() -> None:
-    output, proof = json.loads(room().written(SECRET))
+    output, proof = json.loads(invitation().written(SECRET))
     for changed in ({"size": 100}, {"watch_port": 1}):  # the launcher to which joining launchers would report
         with (
             served(json.dumps([{**output, **changed}, proof])) as port,

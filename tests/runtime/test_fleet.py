@@ -120,7 +120,7 @@ def test_the_others_get_the_failed_rank_and_its_exception(fleet: Fleets) -> None
     together = threading.Barrier(3)
 
     def run() -> None:
-        together.wait(10)
+        together.wait(30)
         if shoal.rank() == 1:
             fall(1)
         try:
@@ -146,7 +146,7 @@ def test_an_agent_in_an_endless_loop_is_named_and_abandoned(
     go, together = threading.Event(), threading.Barrier(3)
 
     def run() -> None:
-        together.wait(10)
+        together.wait(30)
         if shoal.rank() == 0:
             fall(0)
         assert go.wait(20)
@@ -174,7 +174,7 @@ def test_an_interrupt_of_the_caller_ends_the_agents(fleet: Fleets) -> None:
     waiting = threading.Barrier(3)
 
     def run() -> None:
-        waiting.wait(10)
+        waiting.wait(30)
         if shoal.rank() == 0:
             time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGINT)
@@ -424,7 +424,7 @@ def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
     inside = threading.Barrier(3)
 
     def inner() -> None:
-        inside.wait(10)
+        inside.wait(30)
         try:
             while True:
                 shoal.allreduce(torch.ones(3))
@@ -435,7 +435,7 @@ def test_a_failure_ends_nested_fleets_too(fleet: Fleets) -> None:
 
     def outer() -> None:
         if shoal.rank() == 0:
-            inside.wait(10)
+            inside.wait(30)
             fall(0)
         fleet(2).run(inner)
 

@@ -273,7 +273,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "key": ({"a": {StrSubclass("x"): 1}}, r"a key of value\['a'\] is a .*StrSubclass"),
     "in a key": ({(1, ForeignClass()): 1}, r"a key of value\[1\] is a"),
     "element": ([{ForeignClass()}], r"an element of value\[0\] is a"),
-    "attribute": ([with_attribute], r"value\[0\] has attributes, which do not travel: other"),
+    "attribute": ([with_attribute], r"value\[0\] has attributes, which are not sent: other"),
     "sparse": ([torch.eye(2).to_sparse()], r"value\[0\] is a tensor \(sparse_coo, float32\)"),
     "quantized": (quantized, r"value is a tensor \(.*qint8\)"),
     "meta": (torch.empty(2, device="meta"), r"value is a tensor \(meta\)"),

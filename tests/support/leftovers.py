@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     """Whether the condition came true in time."""
     limit = time.monotonic() + seconds
     while not condition():

@@ -133,7 +133,7 @@ def _await_nodes(slurm: Slurm, daemons: list[str]) -> None:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        process.wait(10.0)
+        process.wait(60.0)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

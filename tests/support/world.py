@@ -131,7 +131,7 @@ class Template:
 
     def close(self) -> None:
         self._control.close()
-        self._process.wait(10.0)
+        self._process.wait(60.0)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shoal.topology import find
+from support.limits import slowness
 
 MANY = {"one-peer-hypercube": 2**17, "hypercube": 2**17}
 FAST = [
@@ -34,7 +35,7 @@ def test_a_round_of_100_000_agents_takes_a_fraction_of_a_second(name):
     begin = process_time()
     schedule = find(name).schedule(size)
     destination, source, weight = schedule.edges(3)
-    assert process_time() - begin < 1.0
+    assert process_time() - begin < slowness()
     assert (np.diff(destination * size + source) > 0).all()
     np.testing.assert_allclose(np.bincount(destination, weight, size), 1.0, rtol=0, atol=1e-12)
     np.testing.assert_allclose(np.bincount(source, weight, size), 1.0, rtol=0, atol=1e-12)

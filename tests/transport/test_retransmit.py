@@ -48,7 +48,7 @@ def test_units_overtaken_by_a_second_cut_are_sent_again_before_newer_ones() -> N
 def test_an_impossible_offset_is_refused(count: int) -> None:
     one = sent(1, 2, 3)
     one.acknowledge(1)
-    with pytest.raises(ProtocolError, match=f"it has had {count} packets; 1 to 3 were expected"):
+    with pytest.raises(ProtocolError, match=f"it confirmed {count} packets; 1 to 3 were expected"):
         one.acknowledge(count)
 
 

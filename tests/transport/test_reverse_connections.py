@@ -145,7 +145,7 @@ def first_contact() -> None:
             assert 3 not in engine.router.links and not engine.router.receives_from(3)
             engine.sender.send_message(3, Message(Kind.ASK, ALIVE, ALIVE))
             engine.sender.flush()
-        assert wait_until(lambda: 3 in reversed_links() and is_open(engine.router.links[3]), 20.0)
+        assert wait_until(lambda: 3 in reversed_links() and is_open(engine.router.links[3]))
     shoal.barrier()
 
 

@@ -386,10 +386,10 @@ def test_a_put_after_the_read_of_an_update_counts_as_new(fleet: Fleets, monkeypa
         shoal.bluefog.win_create(x, "x")
         has_read, has_put = "has read", "has put"
         if shoal.rank() == 0:
-            between[0] = lambda: (done[has_read].set(), done[has_put].wait(10))[0]
+            between[0] = lambda: (done[has_read].set(), done[has_put].wait(30))[0]
             shoal.bluefog.win_update("x")
         else:
-            done[has_read].wait(10)
+            done[has_read].wait(30)
             shoal.bluefog.win_put(x, "x")
             done[has_put].set()
         shoal.barrier()

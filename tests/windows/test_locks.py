@@ -73,9 +73,9 @@ def test_waiters_acquire_a_lock_in_the_order_of_their_arrival(path: str) -> None
             threads.append(threading.Thread(target=take_in_line, args=(own, order, me)))
             threads[-1].start()
             if shared:
-                assert wait_until(lambda: len(common._of(0).waiters) == me + 1, 20.0)  # noqa: B023
+                assert wait_until(lambda: len(common._of(0).waiters) == me + 1)  # noqa: B023
             else:
-                assert wait_until(lambda: waits(path, 0, me + 1), 20.0)  # noqa: B023
+                assert wait_until(lambda: waits(path, 0, me + 1))  # noqa: B023
         holder.release(0)
         for thread in threads:
             thread.join(60.0)
@@ -90,7 +90,7 @@ def test_a_thread_that_acquires_a_lock_repeatedly_lets_waiters_in_between(path: 
     order: list[int] = []
     thread = threading.Thread(target=take_in_line, args=(waiter, order, 0))
     thread.start()
-    assert wait_until(lambda: waits(path, 0, 1), 20.0)
+    assert wait_until(lambda: waits(path, 0, 1))
     greedy.release(0)
     times = 0
     while not order:
@@ -113,7 +113,7 @@ def test_a_killed_or_stopped_waiter_does_not_block_a_lock(path: str, by: signal.
     process = multiprocessing.get_context("fork").Process(target=wait_in_queue, args=(path,))
     process.start()
     try:
-        assert wait_until(lambda: waits(path, 0, 1), 20.0)
+        assert wait_until(lambda: waits(path, 0, 1))
         assert process.pid is not None
         os.kill(process.pid, by)
         if by is signal.SIGKILL:
@@ -134,7 +134,7 @@ def test_a_lock_whose_holder_is_killed_is_granted_to_the_next_waiter(path: str) 
     process.start()
     other = opened(path)
     try:
-        assert wait_until(lambda: not other.try_acquire(0) or other.release(0), 20.0)  # type: ignore[func-returns-value]
+        assert wait_until(lambda: not other.try_acquire(0) or other.release(0))  # type: ignore[func-returns-value]
     finally:
         process.kill()
         process.join()

@@ -74,7 +74,7 @@ def test_an_acquired_lock_is_retried_with_a_short_switch_interval(at_locks: list
         x = torch.zeros(1)
         shoal.bluefog.win_create(x, "x")
         if shoal.rank() == 1:
-            held.wait(10)
+            held.wait(30)
             done = shoal.bluefog.win_put(x, "x", require_mutex=True)
         else:
             with shoal.bluefog.win_mutex("x", for_self=True):

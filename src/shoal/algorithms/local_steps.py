@@ -46,7 +46,7 @@ def check_wrapped(wrapper: Algorithm, algorithm: Algorithm) -> None:
         if layer.own_rounds:
             itself = type(layer).__name__
             raise ValueError(
-                f"{itself} says itself how often agents exchange, and {who} would say otherwise. Take {itself} "
+                f"{itself} sets how often agents exchange, and {who} would change that. Take {itself} "
                 "alone, with the `every` that is wanted."
             )
     needed = {need.name for need in algorithm.needs}  # by name, because the remedies differ

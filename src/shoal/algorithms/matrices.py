@@ -178,7 +178,7 @@ class PowerGossip(Algorithm):
             check_count(self, "rows")
         check_count(self, "rank")
         if self.rows is not None and self.shapes is not None:
-            raise ValueError("rows says that all parameters are one matrix, and shapes that they are several: pass one")
+            raise ValueError("rows means one matrix of all parameters, and shapes means several: pass one of them")
 
     @property
     def needs(self) -> tuple[Need, ...]:

@@ -229,7 +229,7 @@ def without(unchecked: str | Iterable[str], what: str, needs: Iterable[Need]) ->
     names = list(dict.fromkeys(need.name for need in wanted))
     for name in sorted(waived.difference(names)):
         raise ValueError(
-            f"unchecked={name!r}: {what} needs no such thing; what it needs and checks is "
+            f"unchecked={name!r}: {what} has no such condition; its conditions are "
             + (", ".join(map(repr, names)) or "nothing")
         )
     return [need for need in wanted if need.name not in waived]

@@ -320,14 +320,14 @@ def _check_wrapped(outer: Algorithm, algorithm: Algorithm) -> None:
     check_wrapped(outer, algorithm)
     if isinstance(algorithm, LocalSteps | GossipPGA):
         raise ValueError(
-            f"{type(outer).__name__} of {type(algorithm).__name__}: both say when agents exchange. Pass the algorithm "
+            f"{type(outer).__name__} of {type(algorithm).__name__}: both set when agents exchange. Pass the algorithm "
             "that this one wraps, and `every`."
         )
     for layer in layers(algorithm):
         if not layer.from_x:
             raise ValueError(
-                f"{type(outer).__name__} moves x between two steps, and {type(layer).__name__} makes it anew of what "
-                "it remembers, so nothing would come of that. Take an algorithm that goes on from x: GradientDescent"
+                f"{type(outer).__name__} moves x between two steps, and {type(layer).__name__} recomputes it from "
+                "its state, so that move would have no effect. Take an algorithm that goes on from x: GradientDescent"
             )
 
 

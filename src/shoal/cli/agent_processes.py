@@ -236,7 +236,7 @@ class AgentProcesses:
         """
         self._end_commands[rank] = (command, environ)
 
-    def mind(self) -> JobExit:
+    def supervise(self) -> JobExit:
         """Wait for the end of all agents."""
         while self._living or self._again:
             for key, _ in self._selector.select(self._next_due()):
@@ -278,8 +278,8 @@ class AgentProcesses:
             return JobExit(status)
         finished = len(self._outcomes) - len(lost)
         summary = f"{finished} of {len(self._outcomes)} agents finished; lost: {'; '.join(map(str, lost))}"
-        told_to = any(-outcome.code in self._passed_on for outcome in lost)
-        all_gone = self._restarts > 0 and not finished and not told_to and not self._elsewhere()
+        was_signalled = any(-outcome.code in self._passed_on for outcome in lost)
+        all_gone = self._restarts > 0 and not finished and not was_signalled and not self._elsewhere()
         return JobExit(0 if finished else status, all_gone, summary)
 
     def _next_due(self) -> float | None:

@@ -150,8 +150,8 @@ def run_path(report: Report, rendezvous: str, node: int | None, wait: float) -> 
     print()
     if len(closed) == 2:
         print(
-            "FAILED: neither machine can connect to the other. Open ports in one direction at least: SHOAL_PORTS says "
-            "which ports agents take"
+            "FAILED: neither machine can connect to the other. Open ports in one direction at least: SHOAL_PORTS sets "
+            "the ports of agents"
         )
         return 1
     if closed:

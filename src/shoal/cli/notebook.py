@@ -297,7 +297,7 @@ def run_job(profile: str, agents: int) -> int:
                 ]
                 environ = {"SHOAL_TIMEOUT": _TIMEOUT, **job.environment(rank, os.environ)}
                 processes.start(rank, engine, environ, keeps_stdin=False)
-            ending = processes.mind()
+            ending = processes.supervise()
             if ending.summary:
                 processes.print(ending.summary)
             return ending.status

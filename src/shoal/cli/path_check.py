@@ -79,7 +79,7 @@ def check(host: str, port: int, node: int, wait: float = WAIT_SECONDS) -> list[D
             return _try_both(control, host, node, ports)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PathError(
-                f"the other machine at {join_address(host, port)} does not answer as it should: {error!r}"
+                f"the other machine at {join_address(host, port)} sent an invalid answer: {error!r}"
             ) from None
 
 
@@ -94,13 +94,13 @@ def _try_both(control: socket.socket, host: str, node: int, ports: range) -> lis
         control.sendall(json.dumps(mine).encode() + b"\n")
         found = json.loads(lines.readline(_MOST_BYTES))
         if not isinstance(found, dict):
-            raise ValueError("what it says is no report")
+            raise ValueError("its answer is no report")
         return found
 
     with _listening(own, ports) as (port, token):
         other = exchange({"node": node, "address": own, "port": port, "token": token})
         if other["node"] != 1 - node:
-            raise ValueError(f"it says that it is machine {node}, too: give one of them --node-rank {1 - node}")
+            raise ValueError(f"it is machine {node}, too: give one of them --node-rank {1 - node}")
         mine = _try(node, str(other["address"]), int(other["port"]), str(other["token"]).encode())
         answer = exchange({"address": mine.address, "problem": mine.problem, "seconds": mine.seconds})
         theirs = Direction(1 - node, str(answer["address"]), str(answer["problem"]), float(answer["seconds"]))
@@ -122,7 +122,7 @@ def _accept(host: str, port: int, deadline: float) -> socket.socket:
                             "from machine 0 to machine 1 are lost, as by a firewall or a route that is missing there"
                         ) from None
         raise PathError(
-            f"nobody has connected to {join_address(host, port)} in time, and no request to connect has "
+            f"no machine has connected to {join_address(host, port)} in time, and no request to connect has "
             "come either. Run the same command on the other machine meanwhile; if that has no answer there, a firewall "
             "closes this port, or all packets from machine 1 to machine 0 are lost"
         )
@@ -168,7 +168,7 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
         if now >= (silent_at if problem == "no answer" else deadline):
             raise PathError(
                 f"this machine cannot connect to {join_address(host, port)} ({problem}: a firewall?). Run the same "
-                "command on that machine meanwhile; what machine 0 says tells which direction is closed"
+                "command on that machine meanwhile; the output of machine 0 shows which direction is closed"
             )
         time.sleep(_AGAIN_SECONDS)
 

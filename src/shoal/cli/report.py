@@ -110,7 +110,7 @@ def _inventory(report: RunReport) -> list[str]:
     lines = [f"traces of {agents} of {size} agents, {on}"]
     if found.missing:
         missing = ", ".join(map(str, found.missing))
-        lines.append(f"  none of rank{'s' if len(found.missing) > 1 else ''} {missing}, so what they did is not known")
+        lines.append(f"  none of rank{'s' if len(found.missing) > 1 else ''} {missing}, so their activity is not known")
     torn = ", ".join(name for trace, name in zip(found.traces, names_of(found.traces), strict=True) if trace.torn)
     if torn:
         lines.append(f"  those of ranks {torn} end in the middle: the agents were killed, or run still")
@@ -124,7 +124,9 @@ def _inventory(report: RunReport) -> list[str]:
             continue
         reported.add(clock.host)
         if clock.uncertain is None:
-            lines.append(f"  the clock of {clock.host} is believed: no messages went both ways between it and others")
+            lines.append(
+                f"  the clock of {clock.host} is not corrected: no messages went both ways between it and others"
+            )
         else:
             drift = f", growing by {clock.drift / 1e3:+.3g} us a second" if clock.drift else ""
             lines.append(

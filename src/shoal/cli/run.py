@@ -44,7 +44,7 @@ from .watch import check_between_machines, is_this_machine, listen_for_joining, 
 # This must be set before torch is imported.
 _FROM = "import os, sys; os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR'); from shoal.rendezvous."
 SERVE = f"{_FROM}rendezvous import serve; serve(int(sys.argv[1]), *sys.argv[2:])"
-TELL = f"{_FROM}rendezvous import publish_end; publish_end(*sys.argv[1:])"
+PUBLISH_END = f"{_FROM}rendezvous import publish_end; publish_end(*sys.argv[1:])"
 CLAIM = f"{_FROM}elastic_join import main; main(sys.argv[1:])"
 CLAIM_START_SECONDS = 60.0
 """How long the process that claims ranks may take to start."""
@@ -63,7 +63,7 @@ class LaunchedJob:
     port: int
     name: str
     secret: str | None
-    room: Invitation | None = None
+    invitation: Invitation | None = None
     joins_at: int | None = None
     """The first rank of these agents, if they join a running job."""
     attempt: int = 0
@@ -77,7 +77,7 @@ class LaunchedJob:
 
     @property
     def size(self) -> int:
-        return self.room.size if self.room is not None else self.agents_per_node * self.nodes
+        return self.invitation.size if self.invitation is not None else self.agents_per_node * self.nodes
 
     def environment(self, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
         """The whole environment of one agent: the launcher's own, and the variables that torchrun sets."""
@@ -111,8 +111,8 @@ class LaunchedJob:
         found.pop(LAUNCHER, None)
         if self.nodes > 1:
             found[LAUNCHER] = self.launcher
-        if self.room is not None:
-            found[BEGIN_WITH] = str(self.room.begins)
+        if self.invitation is not None:
+            found[BEGIN_WITH] = str(self.invitation.begins)
         if self.joins_at is not None:
             found[INCARNATION] = "1"
         found.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -185,21 +185,23 @@ def _begin_once(
             port = listener.getsockname()[1]
         secret = config.read().secret or (secrets.token_hex(32) if args.nnodes == 1 else None)
         name = f"{host}:{port}" if args.nnodes > 1 else secrets.token_hex(8)
-        room, how, text = None, "", ""
+        invitation, how, text = None, "", ""
         if args.max_agents is not None and secret is not None:
             kept = keep_secret(secret)
             last.callback(os.close, kept)
-            room = Invitation(name, args.max_agents, args.agents * args.nnodes, os.getpid(), kept, attempt)
+            invitation = Invitation(name, args.max_agents, args.agents * args.nnodes, os.getpid(), kept, attempt)
             try:
-                room = replace(room, watch_port=listen_for_joining(watch, room, secret, host, port, args.nnodes))
+                invitation = replace(
+                    invitation, watch_port=listen_for_joining(watch, invitation, secret, host, port, args.nnodes)
+                )
             except OSError as error:
                 return JobExit(_refused(f"--watch: cannot listen for launchers that join: {error.strerror}", 1))
-            text, how = room.written(secret), _how_to_join(args, room, host, port)
+            text, how = invitation.written(secret), _how_to_join(args, invitation, host, port)
         nodes = args.agents, args.nnodes, args.node_rank
         path = watch.path if watch is not None else ""
-        job = LaunchedJob(*nodes, host, port, name, secret, room, attempt=attempt, attempts=attempts, watch=path)
-        elsewhere = _beyond if args.nnodes > 1 else _have_joined(room, host, port)
-        return _mind(args, job, signals, elsewhere, watch, listener, text, how if listener is not None else "")
+        job = LaunchedJob(*nodes, host, port, name, secret, invitation, attempt=attempt, attempts=attempts, watch=path)
+        elsewhere = _beyond if args.nnodes > 1 else _have_joined(invitation, host, port)
+        return _run_agents(args, job, signals, elsewhere, watch, listener, text, how if listener is not None else "")
 
 
 def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | None) -> signal.Signals | None:
@@ -214,7 +216,7 @@ def _pause_before(attempt: int, attempts: int, signals: Signals, watch: Watch | 
     while True:
         stopping = _stopping(received)
         if stopping is not None:
-            print_message(f"{stopping.name}: not begun again")
+            print_message(f"{stopping.name}: the job is not restarted")
             return stopping
         if signal.SIGTSTP in received:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -235,15 +237,17 @@ def _beyond() -> bool:
     return True
 
 
-def _have_joined(room: Invitation | None, host: str, port: int) -> Callable[[], bool]:
+def _have_joined(invitation: Invitation | None, host: str, port: int) -> Callable[[], bool]:
     """Whether agents of other launchers may have joined this run. After a result of False none can join any more."""
 
     @functools.cache
     def have_joined() -> bool:
-        if room is None or room.size == room.begins:
+        if invitation is None or invitation.size == invitation.begins:
             return False
         try:
-            claim(host, port, room.size - room.begins)  # all ranks: granted only if no launcher has claimed any
+            claim(
+                host, port, invitation.size - invitation.begins
+            )  # all ranks: granted only if no launcher has claimed any
         except ValueError:
             return True
         return False
@@ -255,7 +259,7 @@ def _have_joined(room: Invitation | None, host: str, port: int) -> Callable[[], 
 class ClaimedRanks:
     """Ranks of a running job, from ``first`` on."""
 
-    room: Invitation
+    invitation: Invitation
     secret: str
     first: int
 
@@ -279,7 +283,7 @@ def claim(host: str, port: int, agents: int) -> ClaimedRanks:
         raise ValueError(f"asking the store there failed:\n{done.stderr}") from None
     if "error" in answer:
         raise ValueError(answer["error"])
-    return ClaimedRanks(Invitation(**answer["room"]), answer["secret"], int(answer["first"]))
+    return ClaimedRanks(Invitation(**answer["invitation"]), answer["secret"], int(answer["first"]))
 
 
 def _join(args: argparse.Namespace, host: str, port: int) -> int:
@@ -290,36 +294,39 @@ def _join(args: argparse.Namespace, host: str, port: int) -> int:
         return _refused(f"--join {args.join}: {error}", 1)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    room, last = claimed.room, claimed.first + args.agents - 1
+    invitation, last = claimed.invitation, claimed.first + args.agents - 1
     ranks = f"rank {last}" if args.agents == 1 else f"ranks {claimed.first} to {last}"
-    job = LaunchedJob(args.agents, 1, 0, host, port, room.name, claimed.secret, room, claimed.first, room.attempt)
+    job = LaunchedJob(
+        args.agents, 1, 0, host, port, invitation.name, claimed.secret, invitation, claimed.first, invitation.attempt
+    )
     with Signals() as signals, contextlib.ExitStack() as parts:
-        watch = watch_of_joining(room, claimed.secret, host, args.agents)
+        watch = watch_of_joining(invitation, claimed.secret, host, args.agents)
         if watch is not None:
             job = replace(job, watch=parts.enter_context(watch).path)
-        says = f"joining the run at {args.join} as {ranks} of {room.size}"
-        return _mind(args, job, signals, _beyond, watch, says=says).status
+        says = f"joining the run at {args.join} as {ranks} of {invitation.size}"
+        return _run_agents(args, job, signals, _beyond, watch, says=says).status
 
 
-def serve_store(agents: AgentProcesses, listener: socket.socket, *room: str) -> None:
-    """Serve the rendezvous store at a listening socket, from a process of its own; ``room`` as :data:`SERVE` takes it.
+def serve_store(agents: AgentProcesses, listener: socket.socket, *invitation: str) -> None:
+    """Serve the rendezvous store at a listening socket, from a process of its own.
 
-    The agents may connect already: the kernel accepts their connections until that process serves them.
+    ``invitation`` is the argument of :data:`SERVE`, or left out. The agents may connect already: the kernel accepts
+    their connections until that process serves them.
     """
-    command = [sys.executable, "-c", SERVE, str(listener.fileno()), *room]
+    command = [sys.executable, "-c", SERVE, str(listener.fileno()), *invitation]
     loss = "agents can no longer find each other"
     agents.start_helper("the rendezvous store", command, listener.fileno(), loss=loss)
     listener.close()
 
 
-def _mind(
+def _run_agents(
     args: argparse.Namespace,
     job: LaunchedJob,
     signals: Signals,
     elsewhere: Callable[[], bool],
     watch: Watch | None,
     listener: socket.socket | None = None,
-    room: str = "",
+    invitation: str = "",
     says: str = "",
 ) -> JobExit:
     """Start the agents, supervise them until they end, and serve the store if it is to be here."""
@@ -346,18 +353,18 @@ def _mind(
                 return JobExit(_refused(why_not_started(command[0], error), 1))
             if job.joins_at is None:  # no agent waits for joining agents to meet
                 # Agents that have met detect the loss by themselves; agents that have not would wait.
-                agents.run_on_end(rank, [sys.executable, "-c", TELL, LOST], environ)
+                agents.run_on_end(rank, [sys.executable, "-c", PUBLISH_END, LOST], environ)
         if listener is not None:
-            serve_store(agents, listener, room)
-        ending = agents.mind()
+            serve_store(agents, listener, invitation)
+        ending = agents.supervise()
         if ending.summary and not (ending.all_gone and job.attempt < job.attempts):
             agents.print(ending.summary)
         return ending
 
 
-def _how_to_join(args: argparse.Namespace, room: Invitation, host: str, port: int) -> str:
+def _how_to_join(args: argparse.Namespace, invitation: Invitation, host: str, port: int) -> str:
     """The message to the user about a run that others may join."""
-    more = room.size - room.begins
+    more = invitation.size - invitation.begins
     if not more:
         return ""
     here = is_this_machine(host) or not config.read().secret
@@ -377,14 +384,14 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
         others = {"--nnodes": args.nnodes, "--node-rank": args.node_rank, "--rendezvous": args.rendezvous}
         others["--max-agents"] = args.max_agents
         for option in (option for option, given in others.items() if given is not None):
-            raise ValueError(f"--join with {option}: that is for the run to say that is joined")
+            raise ValueError(f"--join with {option}: the run that is joined sets it; leave {option} out")
         run_arguments.fill_in(args, {run_arguments.AGENTS: os.environ.get(run_arguments.AGENTS, "")})
     else:
         run_arguments.fill_in(args, os.environ)
     if args.agents < 1:
         raise ValueError(f"-n {args.agents}: at least one agent must run here")
     if args.nnodes < 1:
-        raise ValueError(f"--nnodes {args.nnodes}: there is at least this one machine")
+        raise ValueError(f"--nnodes {args.nnodes}: it must be 1 or more")
     if not 0 <= args.node_rank < args.nnodes:
         raise ValueError(f"--node-rank {args.node_rank} must be 0 to {args.nnodes - 1} with --nnodes {args.nnodes}")
     ports = parse_ports(*(("--ports", args.ports) if args.ports is not None else ("SHOAL_PORTS", config.read().ports)))
@@ -394,26 +401,28 @@ def _checked(args: argparse.Namespace) -> tuple[str, int]:
     if growing and args.on_failure == "stop":
         grown = "--join" if args.join is not None else "--max-agents"
         raise ValueError(
-            f"{grown} with --on-failure stop: agents that come and go are no failure; continue, or restart"
+            f"{grown} with --on-failure stop: the end of one agent would end all; choose continue or restart"
         )
     args.on_failure = args.on_failure or ("continue" if growing else "stop")
     begins = args.agents * args.nnodes
     if args.max_agents is not None and args.max_agents < begins:
-        raise ValueError(f"--max-agents {args.max_agents}: the run begins with {begins}, and that is more")
+        raise ValueError(
+            f"--max-agents {args.max_agents}: it must be at least {begins}, the number of agents at the start"
+        )
     if args.max_restarts < 0:
         raise ValueError(f"--max-restarts {args.max_restarts}: 0 or more")
     later = "--on-failure restart" if args.on_failure == "restart" else "--max-agents" if growing else ""
     if later and args.nnodes > 1 and not config.read().secret:
         raise ValueError(
-            f"{later} with --nnodes: set SHOAL_SECRET to the same for all machines; who comes later proves with it "
-            "that it belongs to the job"
+            f"{later} with --nnodes: set SHOAL_SECRET to the same for all machines; agents that start later "
+            "authenticate with it"
         )
     if not 0 <= args.watch_port < 1 << 16:
         raise ValueError(f"--watch-port {args.watch_port}: a port, or 0 for any that is free")
     if args.watch and args.nnodes > 1:
         check_between_machines()
     if args.watch and args.join is not None:
-        raise ValueError("--join with --watch: that is for the run to show that is joined")
+        raise ValueError("--join with --watch: the run that is joined has its own page; leave --watch out")
     if not args.grace >= 0:
         raise ValueError(f"--grace {args.grace}: seconds, zero or more")
     check_program(args.kind, args.script, args.arguments, f"-n {args.agents}")

@@ -192,7 +192,7 @@ def _compare(args: argparse.Namespace) -> int:
     words.console().print(_comparison(ranked, args))
     for name, reason in refused.items():
         print(f"{name}: {reason}")
-    print(f"shoal topology show NAME -n {args.agents} says what to know of one before taking it.")
+    print(f"shoal topology show NAME -n {args.agents} describes one topology.")
     return 0
 
 

@@ -159,7 +159,7 @@ def _described(args: argparse.Namespace) -> Network:
 
 def _nic(args: argparse.Namespace) -> Link:
     if args.bandwidth and args.upload and args.download:
-        raise ValueError("--bandwidth beside both --upload and --download says nothing. Leave it out.")
+        raise ValueError("--bandwidth has no effect beside --upload and --download. Leave it out.")
     latency = DEFAULT_LATENCY if args.latency is None else args.latency
     usual = args.bandwidth or DEFAULT_BANDWIDTH
     out, into = args.upload or usual, args.download or usual
@@ -171,7 +171,7 @@ def _measured(args: argparse.Namespace) -> Network | None:
     from ..netmodel.probe import MeasuredNetwork, measure, measure_this_machine
 
     if args.inside_bandwidth is not None:
-        raise ValueError("--inside-bandwidth is what --measure measures. Leave out one of the two.")
+        raise ValueError("--inside-bandwidth and --measure give the same value. Leave out one of the two.")
     has_link = any(
         value is not None for value in (args.latency, args.bandwidth, args.upload, args.download, args.overhead)
     )

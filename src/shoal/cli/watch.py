@@ -81,13 +81,12 @@ def check_between_machines() -> None:
     """Refuse to watch several machines if launchers could not send their reports safely."""
     if not config.read().secret:
         raise ValueError(
-            "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers prove with it that they "
-            "are of the job"
+            "--watch with --nnodes: set SHOAL_SECRET to the same for all machines; launchers authenticate with it"
         )
     if _would_be_read(""):
         raise ValueError(
-            "--watch with --nnodes and SHOAL_TLS=on: what launchers tell each other is sealed and not encrypted; watch "
-            "without TLS, or look at each machine with shoal status"
+            "--watch with --nnodes and SHOAL_TLS=on: launchers authenticate their messages and do not encrypt them; "
+            "watch without TLS, or look at each machine with shoal status"
         )
 
 
@@ -96,27 +95,29 @@ def is_this_machine(host: str) -> bool:
     return host in (LOOPBACK, "localhost", "::1")
 
 
-def listen_for_joining(watch: Watch | None, room: Invitation, secret: str, host: str, port: int, nodes: int) -> int:
+def listen_for_joining(
+    watch: Watch | None, invitation: Invitation, secret: str, host: str, port: int, nodes: int
+) -> int:
     """Listen for joining launchers, and return the port for their agents' status; 0 if they cannot send it, or the run
     is not watched.
 
     Raises:
         OSError: The system gives no port.
     """
-    if not isinstance(watch, LocalViewer) or room.size == room.begins or _would_be_read(host):
+    if not isinstance(watch, LocalViewer) or invitation.size == invitation.begins or _would_be_read(host):
         return 0
     if nodes > 1:
         return port + 1  # where launchers of other machines connect
     listener = listen(host, 0, config.read().interface)
-    watch.gather(listener, secret, room.size - room.begins)
+    watch.gather(listener, secret, invitation.size - invitation.begins)
     return int(listener.getsockname()[1])
 
 
-def watch_of_joining(room: Invitation, secret: str, host: str, agents: int) -> Watch | None:
+def watch_of_joining(invitation: Invitation, secret: str, host: str, agents: int) -> Watch | None:
     """The watch of a joining launcher, which reports to the run's launcher; None if the run is not watched or on an
     error.
     """
-    port = room.watch_port
+    port = invitation.watch_port
     if not port or _would_be_read(host):
         return None
     try:

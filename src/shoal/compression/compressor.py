@@ -81,7 +81,7 @@ class Draw:
     def __call__(self, start: int, out: torch.Tensor) -> torch.Tensor:
         """Fill ``out`` ``[n]`` with the numbers from place ``start`` on."""
         if self.stream is None:
-            raise AssertionError("a compressor that draws says so in _stream")
+            raise AssertionError("a compressor with random numbers must define _stream")
         return self.stream.fill(self.row, start, out)
 
 

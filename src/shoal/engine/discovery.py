@@ -62,9 +62,7 @@ def discover(
         step *= 2
     found = sorted({group[origin] for origin, other in notices if other == rank})
     if len(found) != len(notices):
-        raise Mismatch(
-            f"{operation}: one of the agents passed on notices twice, or for others than this one", (engine.rank,)
-        )
+        raise Mismatch(f"{operation}: an agent forwarded a notice twice, or to the wrong agent", (engine.rank,))
     return found
 
 

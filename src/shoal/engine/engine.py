@@ -327,7 +327,7 @@ class Engine:
         # This thread would have to receive the messages for which it waits.
         if progress.is_driving:
             raise RuntimeError(
-                f"{call}: an agent was lost or is admitted just now, and until then nothing can begin in a callback"
+                f"{call}: an agent is being removed or admitted. Until then no operation can begin in a callback"
             )
         # An ended gate may stay shut: this agent takes part in no agreement any more.
         while not progress.drive_until(lambda: not gate.shut or gate.ended is not None, limit):

@@ -89,7 +89,7 @@ def read_json(message: Message, about: str, parse: Callable[[Any], T], limit: fl
             raise ValueError(f"{message.nbytes:,} bytes")
         return parse(json.loads(bytes(message.body)))
     except NONSENSE as error:
-        raise ProtocolError(f"a message about {about} makes no sense: {error}") from None
+        raise ProtocolError(f"an invalid message about {about}: {error}") from None
 
 
 def parsed_ranks(data: Any, size: int) -> Ranks:
@@ -104,7 +104,7 @@ def parsed_count(data: Any) -> int:
     """Parse a number from JSON data; raises :class:`ValueError` if it is none, or negative."""
     # Not `isinstance`: JSON's `true` would pass as the number 1.
     if type(data) is not int or data < 0:
-        raise ValueError(f"{data!r} in the place of a number")
+        raise ValueError(f"{data!r} where a number is expected")
     return data
 
 

@@ -259,7 +259,7 @@ def _read(text: str, source: int | None = None) -> list[_WaitEdge]:
         if not 0 < len(path) <= LONGEST_CIRCLE or (source is not None and path[-1].rank != source):
             raise ValueError(f"{len(path)} agents")
     except NONSENSE as error:
-        raise ProtocolError(f"a circle of agents that makes no sense: {error}") from None
+        raise ProtocolError(f"an invalid cycle of agents: {error}") from None
     return path
 
 

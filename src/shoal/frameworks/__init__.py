@@ -31,6 +31,6 @@ def check_agent(agent: Agent, who: str) -> None:
         )
     if agent.engine.survives_losses:
         raise ValueError(
-            f'{who}: on_loss="continue": the samples of an agent that is lost would be dealt out to nobody, and its '
+            f'{who}: on_loss="continue": the samples of an agent that is lost would be read by no agent, and its '
             "metrics be missing. Leave it out, and resume from a checkpoint"
         )

@@ -141,7 +141,7 @@ class Recommendation:
         if gossip is not best and math.isfinite(gossip.seconds):
             times = _times(_ratio(gossip.seconds, best.seconds))
             sentences.append(
-                f"Of those that talk to neighbours only, take {gossip.name} ({gossip.operation}), {times} as long."
+                f"Of the exchanges with neighbours take {gossip.name} ({gossip.operation}), {times} as long."
             )
         return [*sentences, *_advice_to_train(self.to_train, self.training)]
 
@@ -168,7 +168,7 @@ def recommend(
             takes any time.
     """
     if network.size < 2:
-        raise ValueError("a single agent has nobody to agree with. Pass at least 2 agents.")
+        raise ValueError("a single agent has no neighbour. Pass at least 2 agents.")
     if not 0 < nbytes < math.inf:
         raise ValueError(f"the model has {nbytes} bytes. Pass a number above 0.")
     if not 0 < error < 1:
@@ -183,8 +183,8 @@ def recommend(
             found.append(_trained(network, averaging, nbytes, training, candidate))
     if not any(candidate.seconds_per_round for candidate in found):
         raise ValueError(
-            "no message takes any time on this network, so there is nothing to rank by. Say what an agent can send "
-            "inside its machine (inside=Link(...) of Network, --inside-bandwidth), or measure it (--measure)."
+            "no message takes any time on this network, so there is nothing to rank by. Give the bandwidth "
+            "inside a machine (inside=Link(...) of Network, --inside-bandwidth), or measure it (--measure)."
         )
     ranked = _ranked(
         found, lambda candidate: candidate.seconds, lambda candidate: (_many(candidate.rounds), not candidate.exact)
@@ -376,7 +376,7 @@ def _advice_to_train(ranked: Sequence[Candidate], training: Training) -> list[st
     if mean is best and gossip is not None:
         times = _times(_ratio(gossip.training_seconds, best.training_seconds))
         sentences.append(
-            f"Of those that talk to neighbours only, {gossip.name} ({gossip.trained_by}) would take {times} as long."
+            f"Of the exchanges with neighbours, {gossip.name} ({gossip.trained_by}) would take {times} as long."
         )
     if shorter:
         quickest = min(shorter, key=lambda candidate: candidate.seconds_per_step)

@@ -115,7 +115,7 @@ def attach(agent: Agent) -> None:
     try:
         _recorders[agent.engine] = MembershipRecorder(agent, Path(folder) / agent.launch.beside)
     except OSError as error:
-        log.error("SHOAL_RECORD=%s: rank %d goes without a record: %s", folder, agent.rank, error)
+        log.error("SHOAL_RECORD=%s: rank %d continues without a record: %s", folder, agent.rank, error)
 
 
 def detach(agent: Agent) -> None:

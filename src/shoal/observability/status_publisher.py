@@ -153,7 +153,7 @@ def attach(agent: Agent) -> None:
     try:
         _summaries[agent.engine] = StatusPublisher(agent, path)
     except OSError as error:
-        log.warning("rank %d cannot tell its launcher what it does, and goes on without: %s", agent.rank, error)
+        log.warning("rank %d cannot send its status to its launcher, and continues without: %s", agent.rank, error)
 
 
 def detach(agent: Agent) -> None:

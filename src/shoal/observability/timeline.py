@@ -106,7 +106,7 @@ class Timeline:
     def start_activity(self, tensor_name: str, activity_name: str) -> bool:
         if not isinstance(tensor_name, str) or not isinstance(activity_name, str):
             raise TypeError(
-                f"timeline_start_activity takes two strings, the row and what is shown on it, not {tensor_name!r} and "
+                f"timeline_start_activity takes two strings, the name of the row and a label, not {tensor_name!r} and "
                 f"{activity_name!r}"
             )
         with self._activities_lock:
@@ -166,7 +166,7 @@ def attach(agent: Agent) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         timeline = Timeline(agent, _path(folder, agent))
     except OSError as error:
-        log.error("SHOAL_TIMELINE=%s: rank %d goes without a timeline: %s", directory, agent.rank, error)
+        log.error("SHOAL_TIMELINE=%s: rank %d continues without a timeline: %s", directory, agent.rank, error)
         return
     _timelines[agent.engine] = timeline
 

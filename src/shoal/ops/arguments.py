@@ -365,7 +365,7 @@ def caller_group(op: str, group: Group | None, agent: Agent) -> CallerGroup:
         if dist.get_rank() != agent.rank or dist.get_world_size() != agent.size:
             raise ValueError(
                 f"{op}: the process that is rank {dist.get_rank()} of {dist.get_world_size()} in torch.distributed is "
-                f"rank {agent.rank} of {agent.size} here, so what its groups say is of others; give a list of ranks"
+                f"rank {agent.rank} of {agent.size} here, so its groups name other processes; give a list of ranks"
             )
     elif isinstance(group, (str, bytes)) or not isinstance(group, Iterable):
         raise TypeError(f"{op}: group must be a list of ranks or a process group, not {group!r}")

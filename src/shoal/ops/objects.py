@@ -84,7 +84,7 @@ def broadcast_object(
         loaded: T = _unpickled(data) if trusted else safe_serialization.read(data)
     except Exception as error:
         raise Mismatch(
-            f"{op} on rank {agent.rank}: what came from rank {root_rank} cannot be read: {error}", (root_rank,)
+            f"{op} on rank {agent.rank}: the data from rank {root_rank} cannot be read: {error}", (root_rank,)
         ) from error
     return loaded
 
@@ -94,8 +94,8 @@ def _written(value: object) -> torch.Tensor:
         return safe_serialization.write(value)
     except (TypeError, ValueError) as error:
         raise type(error)(
-            f"broadcast_object sends plain data and tensors, and {error}. Send what it can be made of again; or, where "
-            "all agents may run each other's code, pass trusted=True on all of them"
+            f"broadcast_object sends plain data and tensors, and {error}. Send data from which it can be rebuilt; or, "
+            "where all agents may run each other's code, pass trusted=True on all of them"
         ) from None
 
 

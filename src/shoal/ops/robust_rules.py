@@ -58,7 +58,7 @@ class Robust(ABC):
             own_weight += weight
             if (rank, source) not in _named:
                 _named.add((rank, source))
-                log.warning("rank %d leaves out what rank %d sends: it is not finite", rank, source)
+                log.warning("rank %d leaves out the values of rank %d: they are not finite", rank, source)
         self._combine(out, own, own_weight, finite)
 
     @abstractmethod

@@ -146,7 +146,7 @@ class _DataWriter:
         if isinstance(value, OrderedDict):
             beside = vars(value)
             if beside.keys() - {"_metadata"}:
-                raise TypeError(f"{self._where(depth)} has attributes, which do not travel: {', '.join(beside)}")
+                raise TypeError(f"{self._where(depth)} has attributes, which are not sent: {', '.join(beside)}")
             self._path[depth] = "_metadata", None
             yield self.as_data(beside.get("_metadata"), depth + 1)
 
@@ -286,7 +286,7 @@ class _DataReader:
             raise NotPlain(f"deeper than {MOST_DEPTH} objects in each other")
         kind, *rest = content
         if not isinstance(kind, str):
-            raise NotPlain("a list that does not begin with what it is")
+            raise NotPlain("a list that does not begin with its kind")
         if kind in _READ_ATOMS:
             return _READ_ATOMS[kind](*map(_text, rest))
         if kind not in self._makers:

@@ -67,8 +67,8 @@ def _quiesce(agent: Agent, backend: CollectiveBackend, timeout: float | None) ->
         if clock.monotonic() >= limit:
             others = [rank for rank in counts if rank != agent.rank]
             raise DeadlineExceeded(
-                f"rank {agent.rank} has waited {seconds:g} s for tensors that are still moved, before it lets in who "
-                "asks for it",
+                f"rank {agent.rank} has waited {seconds:g} s for tensors that are still moved, before it admits the "
+                "joining agent",
                 others,
             )
 
@@ -140,7 +140,7 @@ def transfer_state(agent: Agent, state: Callable[[], Any] | None, timeout: float
         if not receivers:
             return received
         if not donors:
-            raise PeerLost(f"rank {agent.rank}: nobody is left who could hand over the state of the run", receivers)
+            raise PeerLost(f"rank {agent.rank}: no agent is left that could transfer the state of the run", receivers)
         donor_of = {rank: _donor(agent, rank, donors) for rank in receivers}
         if agent.rank in donor_of.values() and written is None:
             assert state is not None
@@ -194,8 +194,8 @@ def _written(state: Callable[[], Any]) -> torch.Tensor:
 def _read(agent: Agent, received: torch.Tensor) -> Any:
     checksum, data = bytes(received[:CRC_BYTES].numpy()), received[CRC_BYTES:]
     if crc32(data.numpy()).to_bytes(CRC_BYTES, "little") != checksum:  # type: ignore[arg-type]
-        raise ShoalError(f"rank {agent.rank}: the state that was handed over was changed on the way", (agent.rank,))
+        raise ShoalError(f"rank {agent.rank}: the transferred state was modified in transit", (agent.rank,))
     content = safe_serialization.read(data)
     if "error" in content:
-        raise ShoalError(f"rank {agent.rank}: its state could not be handed over: {content['error']}", (agent.rank,))
+        raise ShoalError(f"rank {agent.rank}: its state could not be transferred: {content['error']}", (agent.rank,))
     return content["state"]

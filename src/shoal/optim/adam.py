@@ -170,7 +170,7 @@ class OneBitAdam(_OfRealParameters):
         check_adam(lr, betas, eps, weight_decay)
         warmup = as_int(warmup, "warmup")
         if warmup < 1:
-            raise ValueError(f"warmup={warmup}: pass 1 or more, since the second moment is what they make of it")
+            raise ValueError(f"warmup={warmup}: pass 1 or more, since they determine the second moment")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup": warmup, "steps": 0}
         super().__init__(params, defaults)
         self._momenta_are_there = False

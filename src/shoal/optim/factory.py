@@ -124,7 +124,7 @@ def mixed_of(
         raise ValueError("mix_state: where gradients are averaged all agents have the same state; leave it out")
     if not by_buckets(algorithm):
         raise ValueError(
-            f"mix_state is for adapt, then combine, and adapt with combine; {algorithm} says by itself what is "
+            f"mix_state is for adapt, then combine, and adapt with combine; {algorithm} determines what is "
             "exchanged, with weights that may be negative. Leave it out"
         )
     if not bucket_exchange.in_step:
@@ -177,7 +177,7 @@ def compressing(
             raise TypeError(f"compression={compressor!r} has no wire format (define _encode and _pieces)")
         return algorithm
     if algorithm != ATC:
-        takes = "takes its own compressor" if hasattr(algorithm, "compressor") else "says by itself what is exchanged"
+        takes = "takes its own compressor" if hasattr(algorithm, "compressor") else "determines what is exchanged"
         raise ValueError(
             "compression= is for adapt, then combine (GradientDescent(1.0)), and for averaged gradients "
             f"(ParallelGradientDescent(1.0)); {algorithm} {takes}. Leave compression out, or take "
@@ -188,8 +188,8 @@ def compressing(
     kept = share_kept(compressor, numbers)
     if kept < LEAST:
         raise ValueError(
-            f"compression={compressor!r}: of {numbers} numbers a message says {kept:.2g}, by their squares, so agents "
-            "would hardly come together. Take a finer one, such as MinMaxUInt8(), QSGD(7, chunk=64) or TopK(0.01)"
+            f"compression={compressor!r}: of {numbers} numbers a message keeps {kept:.2g}, by their squares, so agents "
+            "would hardly reach consensus. Take a finer one, such as MinMaxUInt8(), QSGD(7, chunk=64) or TopK(0.01)"
         )
     changes = isinstance(topology, Schedule) and topology.period != 1
     steady = kept >= COARSE or compressor.delta(numbers) >= kept / 2

@@ -140,7 +140,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         parts = by_buckets(algorithm) or (overlap and isinstance(algorithm, Algorithm) and algorithm.separable)
         whole = size_of_bucket if parts else float("inf")
         if num_groups is not None and (groups is not None or bucket_bytes is not None):
-            raise ValueError("num_groups says how large messages are; leave groups and bucket_bytes out")
+            raise ValueError("num_groups sets the size of messages; leave groups and bucket_bytes out")
         if not parts and (num_groups is not None or groups is not None):
             raise ValueError(
                 f"{type(algorithm).__name__} steps one vector of all parameters, so there is nothing to group; leave "
@@ -276,7 +276,7 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         if name not in counting:
             who = self._algorithm if not by_settings else "an exchange through these windows"
             raise ValueError(
-                f"{name} would not count: {who} says by itself what is exchanged. Of the settings it takes "
+                f"{name} would not count: {who} determines what is exchanged. Of the settings it takes "
                 f"{', '.join((*sorted(counting), 'num_steps_per_communication'))}"
             )
 

@@ -147,10 +147,9 @@ class Names:
         ]
         if replaced:
             raise RuntimeError(
-                f"the model has other parameters now in the place of {', '.join(map(repr, replaced))}, and this "
-                "optimizer would go on to step and average those of before. Change parameters in place (param.copy_(), "
-                "load_state_dict() without assign=True), or call close() and make this optimizer anew, with an "
-                "optimizer of the new parameters"
+                f"the model's parameters {', '.join(map(repr, replaced))} were replaced by others, and this "
+                "optimizer would still step and average the earlier ones. Change parameters in place (param.copy_(), "
+                "load_state_dict() without assign=True), or call close() and create an optimizer of the new parameters"
             )
         grouped = chain.from_iterable(map(_params_of_group, self._optimizer.param_groups))
         added = sum(param not in self._names for param in grouped)

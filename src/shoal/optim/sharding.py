@@ -65,14 +65,14 @@ def check_sharding(
     where = f"{params[spread[0]]!r} is sharded over ranks {list(processes(spread[0]))}"
     if not in_step:
         raise ValueError(
-            f"{where}, which wait for each other in every pass, and through windows each would average its part at a "
-            "time of its own: a model would be of several moments at once, and what its processes hold copies of would "
-            "differ. Take an optimizer that exchanges in step"
+            f"{where}, which wait for each other in every pass. Through windows each would average its part at a "
+            "different time, so that the parts would not belong to one step, and copies of a parameter would differ. "
+            "Take an optimizer that exchanges in step"
         )
     if overlap:
         raise ValueError(
-            f'overlap="backward": {where}, and when its gradient is whole is known to what has sharded it; leave '
-            "overlap out. Adapt with combine exchanges during the whole pass"
+            f'overlap="backward": {where}, and only the code that sharded it knows when its gradient is complete; '
+            "leave overlap out. Adapt with combine exchanges during the whole pass"
         )
     copied = next(copies(params), None)
     if copied is None:

@@ -45,7 +45,7 @@ class Warmup(torch.optim.lr_scheduler.LinearLR):
             raise ValueError(f"Warmup: factor={factor:g} must be at least 1")
         if any("initial_lr" in group for group in optimizer.param_groups):
             raise ValueError(
-                "Warmup: the optimizer has a scheduler, or the state of one, already, which would not know of the "
+                "Warmup: the optimizer has a scheduler, or the state of one, already, which would not include the "
                 "raised rate. Make Warmup first, then the other schedulers, and load states after that."
             )
         self.factor = factor

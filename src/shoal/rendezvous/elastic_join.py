@@ -24,7 +24,7 @@ from .. import clock, config
 from ..errors import ShoalError
 from ..transport.addresses import text_of
 from .launch import join_address
-from .rendezvous import CLAIMED, PREFIX, ROOM, client
+from .rendezvous import CLAIMED, INVITATION, PREFIX, client
 from .store import StoreLocation, TcpStore
 
 JOIN_SECONDS = 20.0
@@ -67,9 +67,9 @@ class Invitation:
             ValueError, TypeError: The text is malformed.
         """
         data, proof = json.loads(text)
-        room = cls(str(data["name"]), *(int(data[field.name]) for field in fields(cls)[1:]))
+        invitation = cls(str(data["name"]), *(int(data[field.name]) for field in fields(cls)[1:]))
         given = config.read(environ).secret
-        secret = given or _secret_in(room.pid, room.descriptor)
+        secret = given or _secret_in(invitation.pid, invitation.descriptor)
         if not secret:
             raise ShoalError(
                 "a joining launcher authenticates with the run's secret. Without SHOAL_SECRET only the user of that "
@@ -77,13 +77,15 @@ class Invitation:
                 "command"
             )
         # Any client may write to the store: without the check, it could lead this launcher into another job.
-        if not hmac.compare_digest(room._proof(secret).encode(), str(proof).encode()):
+        if not hmac.compare_digest(invitation._proof(secret).encode(), str(proof).encode()):
             whose = "SHOAL_SECRET is not that of the run" if given else "somebody else writes to its store"
-            raise ShoalError(f"what it says of itself is not signed with the secret: {whose}")
-        return room, secret
+            raise ShoalError(f"its message is not signed with the secret: {whose}")
+        return invitation, secret
 
     def _proof(self, secret: str) -> str:
-        return hmac.digest(secret.encode(), json.dumps(["shoal room", *asdict(self).values()]).encode(), "sha256").hex()
+        return hmac.digest(
+            secret.encode(), json.dumps(["shoal invitation", *asdict(self).values()]).encode(), "sha256"
+        ).hex()
 
 
 def keep_secret(secret: str) -> int:
@@ -115,18 +117,18 @@ def claim(host: str, port: int, count: int, environ: Mapping[str, str], deadline
     where = join_address(host, port)
     with contextlib.closing(_open(host, port, deadline)) as store:
         try:
-            text = store.get(ROOM, deadline).decode()
+            text = store.get(INVITATION, deadline).decode()
         except ShoalError:
-            raise ShoalError(f"what answers at {where} is no run that agents may join") from None
+            raise ShoalError(f"the process at {where} is no run that agents may join") from None
         if not text:
             raise ShoalError(f"the run at {where} has no room for more agents: it was started without --max-agents")
         try:
-            room, secret = Invitation.read(text, environ)
-            return room, secret, _claim(store, room, count, deadline)
+            invitation, secret = Invitation.read(text, environ)
+            return invitation, secret, _claim(store, invitation, count, deadline)
         except ShoalError as error:
             raise ShoalError(f"the run at {where}: {error}") from None
         except (ValueError, TypeError, KeyError) as error:
-            raise ShoalError(f"what the store at {where} says makes no sense ({error})") from None
+            raise ShoalError(f"the store at {where} sent invalid data ({error})") from None
 
 
 def _open(host: str, port: int, deadline: float) -> TcpStore:
@@ -137,8 +139,8 @@ def _open(host: str, port: int, deadline: float) -> TcpStore:
             address = text_of(link.getpeername())
     except OSError as error:
         raise ShoalError(
-            f"nobody answers at {where} ({error.strerror or error}): the run has ended, or that is not its address, "
-            "which it says when it starts"
+            f"no process answers at {where} ({error.strerror or error}): the run has ended, or this is not its "
+            "address, which it prints when it starts"
         ) from None
     try:
         return TcpStore(
@@ -148,25 +150,25 @@ def _open(host: str, port: int, deadline: float) -> TcpStore:
             deadline=deadline,
         )
     except (ShoalError, RuntimeError) as error:
-        raise ShoalError(f"what answers at {where} is no run of Shoal's ({error})") from None
+        raise ShoalError(f"the process at {where} is no run of Shoal's ({error})") from None
 
 
-def _claim(store: TcpStore, room: Invitation, count: int, deadline: float) -> int:
+def _claim(store: TcpStore, invitation: Invitation, count: int, deadline: float) -> int:
     known = store.get(CLAIMED, deadline)
     while True:
         claimed = int(known.split()[0])
-        free = room.size - room.begins - claimed
+        free = invitation.size - invitation.begins - claimed
         if count > free:
             raise ShoalError(
-                f"{count} cannot join: {free} ranks are free. It began with {room.begins} of --max-agents {room.size}, "
-                f"and {claimed} have been claimed since; a rank is not claimed twice"
+                f"{count} cannot join: {free} ranks are free. It began with {invitation.begins} of --max-agents "
+                f"{invitation.size}, and {claimed} have been claimed since; a rank is not claimed twice"
             )
         # The random part is needed because `swap` returns the value afterwards: two launchers that claim equally many
         # ranks at once would both take it for their own.
         mine = f"{claimed + count} {clock.random_hex(8)}".encode()
         found = store.swap(CLAIMED, known, mine)
         if found == mine:
-            return room.begins + claimed
+            return invitation.begins + claimed
         known = found
 
 
@@ -175,8 +177,8 @@ def main(arguments: list[str]) -> None:
     host, port, count = arguments[0], int(arguments[1]), int(arguments[2])
     data: dict[str, Any]
     try:
-        room, secret, first = claim(host, port, count, os.environ, clock.monotonic() + JOIN_SECONDS)
-        data = {"room": asdict(room), "secret": secret, "first": first}
+        invitation, secret, first = claim(host, port, count, os.environ, clock.monotonic() + JOIN_SECONDS)
+        data = {"invitation": asdict(invitation), "secret": secret, "first": first}
     except ShoalError as error:
         data = {"error": str(error)}
     json.dump(data, sys.stdout)

@@ -145,7 +145,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launch:
     for launcher in (_torchrun, _openmpi, _pmi, _slurm, _kubernetes):
         launch = launcher(variables)
         if launch is not None:
-            return _with_room(launch, variables)
+            return _with_initial_agents(launch, variables)
     if variables.text("WORLD_SIZE") and variables.count("WORLD_SIZE") > 1:
         raise ValueError(f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not: set both, or neither")
     for name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
@@ -261,7 +261,7 @@ def _torchrun(variables: _Variables) -> Launch | None:
     )
 
 
-def _with_room(launch: Launch, variables: _Variables) -> Launch:
+def _with_initial_agents(launch: Launch, variables: _Variables) -> Launch:
     """The launch with the number of agents at the start, if not all ranks begin."""
     begin_with = variables.count(BEGIN_WITH, default=0)
     if not variables.text(BEGIN_WITH):
@@ -443,7 +443,7 @@ def check_that_all_must_live(launch: Launch, continues: bool, tls: bool) -> None
     if continues:
         raise ValueError(
             f"shoal.init(mesh=) with on_loss='continue': {each}, and with one of them lost the others, which hold the "
-            "rest of its model, are of no use to their counterparts, who would not hear of it at the same step. Take "
+            "rest of its model, are of no use to their counterparts, which would notice it at another step. Take "
             "on_loss='raise' (SHOAL_ON_LOSS), and go on from a checkpoint"
         )
     if tls:

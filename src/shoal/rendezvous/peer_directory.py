@@ -106,8 +106,8 @@ def directory(store: Store, launch: Launch, deadline: float, secret: str) -> Pee
         return met
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise Mismatch(
-            f"shoal.init() on rank {launch.rank}: what the rendezvous store says of those who have met makes no sense "
-            f"({error}); somebody else writes to it",
+            f"shoal.init() on rank {launch.rank}: the rendezvous store has invalid data about the agents "
+            f"({error}); another program writes to it",
             (),
         ) from None
 
@@ -118,7 +118,7 @@ def _directory_of(store: Store, launch: Launch, deadline: float) -> bytes:
         key, text = store.first([DIRECTORY, LOST], deadline)
     except DeadlineExceeded:
         raise DeadlineExceeded(
-            f"shoal.init() on rank {launch.rank}: the agents that the run begins with have not met in time; "
+            f"shoal.init() on rank {launch.rank}: the agents that begin the run did not connect in time; "
             "SHOAL_TIMEOUT sets how long to wait",
             tuple(range(launch.begins)),
         ) from None

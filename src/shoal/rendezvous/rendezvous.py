@@ -40,12 +40,12 @@ REPORT_AFTER = 30.0
 # A server that has just ended (the script's own process group, an earlier attempt) may need a moment to free its port.
 _PORT_SECONDS = 3.0
 _BACKLOG = 4096
-_TELL_SECONDS = 300.0
+_PUBLISH_SECONDS = 300.0
 _TRY_SECONDS = 60.0
 _TRY = "import sys; from shoal.rendezvous.rendezvous import try_client; try_client(int(sys.argv[1]))"
 _HOSTED = "hosted"
 PREFIX = "shoal/"
-ROOM, CLAIMED = "room", "claimed"
+INVITATION, CLAIMED = "invitation", "claimed"
 """The keys of a launcher's store for joining agents, outside of any job's prefix: see ``elastic_join.py``."""
 
 
@@ -74,7 +74,9 @@ def open_store(launch: Launch, deadline: float) -> Store:
         server = StoreLocation("the store of torch.distributed")
         return TcpStore(lambda: found, server, prefix=prefix, deadline=deadline)
     if launch.host is None or launch.port is None:
-        raise ValueError(f"{launch.size} agents, but no address to meet at: set SHOAL_RENDEZVOUS=host:port")
+        raise ValueError(
+            f"{launch.size} agents, but no address of the rendezvous store: set SHOAL_RENDEZVOUS=host:port"
+        )
     host, port = launch.host, launch.port
     name = f"the rendezvous store at {join_address(host, port)}"
 
@@ -110,7 +112,7 @@ def publish_end(key: str, why: str) -> None:
     process does.
     """
     launch = current()
-    deadline = clock.monotonic() + _TELL_SECONDS
+    deadline = clock.monotonic() + _PUBLISH_SECONDS
     with contextlib.closing(open_store(launch, deadline)) as store:
         store.set(key, json.dumps({"rank": launch.rank, "why": why}).encode())
 
@@ -139,7 +141,7 @@ def listen(host: str, port: int, interface: str = "") -> socket.socket:
     return socket.create_server(("", port), backlog=_BACKLOG)
 
 
-def serve(descriptor: int, room: str = "") -> None:
+def serve(descriptor: int, invitation: str = "") -> None:
     """Serve a store on an inherited listening socket until this process is ended. For a launcher's helper process.
 
     The server is a :class:`~.store_server.StoreServer`, or torch's own if the clients of a newer torch need more
@@ -147,10 +149,10 @@ def serve(descriptor: int, room: str = "") -> None:
 
     Args:
         descriptor: The descriptor of the socket.
-        room: The invitation for agents that may join the job; empty if none may.
+        invitation: The invitation for agents that may join the job; empty if none may.
     """
     listener = socket.socket(fileno=descriptor)
-    values = {PREFIX + CLAIMED: b"0 nobody", PREFIX + ROOM: room.encode()}
+    values = {PREFIX + CLAIMED: b"0 nobody", PREFIX + INVITATION: invitation.encode()}
     if _clients_agree(clock.monotonic() + _TRY_SECONDS):
         # It does not return. The rest serves a torch whose clients need other requests.
         store_server.StoreServer(listener, values).serve()
@@ -199,7 +201,7 @@ def _store_of_rank_0(launch: Launch, connect: Callable[..., TcpStore], deadline:
             if not isinstance(error, DeadlineExceeded):
                 raise
             raise DeadlineExceeded(
-                f"rank {launch.rank}: what answers at {join_address(launch.host, launch.port)} is not the rendezvous "
+                f"rank {launch.rank}: the process at {join_address(launch.host, launch.port)} is not the rendezvous "
                 "store of this job, or rank 0 has not come; SHOAL_RENDEZVOUS=host:port chooses another address",
                 (0,),
             ) from None
@@ -227,8 +229,8 @@ def _await_server(launch: Launch, deadline: float) -> str:
             problem = "connection refused"
         except UnicodeError as error:
             raise ValueError(
-                f"rank {launch.rank}: {host!r}, where agents are to meet, cannot be the name of a machine ({error}); "
-                "set SHOAL_RENDEZVOUS=host:port (or MASTER_ADDR) to the machine of rank 0"
+                f"rank {launch.rank}: {host!r}, the host of the rendezvous store, cannot be the name of a machine "
+                f"({error}); set SHOAL_RENDEZVOUS=host:port (or MASTER_ADDR) to the machine of rank 0"
             ) from None
         except OSError as error:
             problem = str(error)
@@ -286,8 +288,8 @@ def _clients_agree(deadline: float) -> bool:
             subprocess.run(command, check=True, capture_output=True, timeout=seconds)
         except (OSError, subprocess.SubprocessError) as error:
             log.warning(
-                "the rendezvous store is torch's own, which keeps all that strangers send: the clients of this version "
-                "of torch cannot use Shoal's (%s)",
+                "the rendezvous store is torch's own, which stores data of any client without a limit: the clients of "
+                "this version of torch cannot use Shoal's (%s)",
                 type(error).__name__,
             )
             return False

@@ -98,7 +98,7 @@ class ThreadStore:
                     raise type(self._over)(str(self._over), self._over.ranks)
                 remaining = deadline - clock.monotonic()
                 if remaining <= 0:
-                    raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in time")
+                    raise DeadlineExceeded(f"no agent set the key {keys[0]!r} in time")
                 deferred.checkpoint()
                 # In slices where signals are deferred: only checkpoint() runs their handlers.
                 self._changed.wait(min(remaining, SLICE if deferred.here else threading.TIMEOUT_MAX))
@@ -201,7 +201,7 @@ class TcpStore:
                     return key, self._call(partial(self._get, key), action, deadline)
             remaining = deadline - clock.monotonic()
             if remaining <= 0:
-                raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in {self._name} in time")
+                raise DeadlineExceeded(f"no agent set the key {keys[0]!r} in {self._name} in time")
             pause(min(seconds, remaining))
             seconds = min(2 * seconds, _LONGEST_PAUSE)
 

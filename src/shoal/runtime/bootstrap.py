@@ -395,9 +395,9 @@ def _check_room(mine: AgentContext, config: Config, launch: Launch, on_loss: str
         return
     intent = f"{BEGIN_WITH}={launch.begins} of {launch.size} agents, so others may join"
     if on_loss != CONTINUE:
-        raise ValueError(f"{intent}, and with on_loss={on_loss!r} nobody could: set SHOAL_ON_LOSS=continue")
+        raise ValueError(f"{intent}, which on_loss={on_loss!r} does not allow: set SHOAL_ON_LOSS=continue")
     if not config.secret:
-        raise ValueError(f"{intent}: they prove with SHOAL_SECRET that they belong to the job; set it for all agents")
+        raise ValueError(f"{intent}: they authenticate with SHOAL_SECRET; set it for all agents")
     if not launch.store_is_served:
         raise ValueError(
             f"{intent}: they look for the others in a store that stays, as `shoal run --max-agents` serves one"

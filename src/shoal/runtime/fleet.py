@@ -90,7 +90,7 @@ class Fleet:
         """
         for kind, test in _UNRUN:
             if test(function):
-                raise TypeError(f"{function!r} is {kind}: to call it runs nothing of it. Give a function that does")
+                raise TypeError(f"{function!r} is {kind}, and calling it runs none of its code. Give a plain function")
         store = ThreadStore()
         with _seeds_watched():
             return self._run(function, args, kwargs, store)

@@ -119,7 +119,7 @@ class Acceptor:
             # Before a connection is made of it: that sends a greeting and registers with the poller, which a flood must
             # not cause without limit.
             if not self.unauthenticated.has_room(origin, clock.monotonic()):
-                raise OSError(errno.EAGAIN, "others are before it")
+                raise OSError(errno.EAGAIN, "the limit of pending peers is reached")
             connection = self._make(sock, between_machines)
         except OSError:
             sock.close()

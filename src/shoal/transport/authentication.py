@@ -94,7 +94,7 @@ class Accepting:
     def check(self, answer: bytes) -> int:
         """The rank that connects.
 
-        Raises :class:`ProtocolError` if it does not know the secret.
+        Raises :class:`ProtocolError` if it does not have the secret.
         """
         if len(answer) != ANSWER_SIZE:
             raise ProtocolError(f"an answer of {len(answer)} bytes")
@@ -103,7 +103,7 @@ class Accepting:
         # Before any field is used, as they are a stranger's until then. In constant time: an early exit would tell how
         # many bytes of a guess are right.
         if not hmac.compare_digest(proof, _proof(self._secret, b"connect", self.hello, nonce, ends)):
-            raise ProtocolError("it does not know this job's secret")
+            raise ProtocolError("it does not have this job's secret")
         # An agent with the secret may still have an old address: its messages would be taken for another rank's.
         if destination != self._rank or not 0 <= source < self._size or source == self._rank:
             raise ProtocolError(f"rank {source} looks for rank {destination}; this is rank {self._rank}")
@@ -168,7 +168,7 @@ class Connecting:
         had, proof = _WELCOME.unpack(welcome)
         expected = _proof(self._secret, b"accept", self._hello, self._nonce, self._ends, had)
         if not hmac.compare_digest(proof, expected):
-            raise ProtocolError("it does not know this job's secret")
+            raise ProtocolError("it does not have this job's secret")
         return int(had)
 
 
@@ -216,7 +216,7 @@ class MacSeal:
         packet = sealed[SEAL_SIZE:]
         # In constant time: an early exit would tell an attacker how many bytes of a guessed seal are right.
         if not hmac.compare_digest(self._next(packet), sealed[:SEAL_SIZE]):
-            raise CorruptMessage("what it says was changed on the way, or is not its own")
+            raise CorruptMessage("its message was modified in transit, or was not sent by it")
         return packet
 
 
@@ -233,5 +233,5 @@ class ChecksumSeal:
         # A packet shorter than its checksum would raise struct.error, which the reader does not take for a peer's
         # fault.
         if len(sealed) < _CRC.size or _CRC.unpack_from(sealed)[0] != zlib.crc32(packet):
-            raise ProtocolError("what it says was changed on the way")
+            raise ProtocolError("its message was modified in transit")
         return packet

@@ -90,7 +90,7 @@ class RateLimitedListener:
                 return came, True
             except OSError as error:  # no descriptor is left, or the network failed for this one
                 if not self._short:
-                    log.warning("this agent cannot take a connection, and goes on trying: %s", error)
+                    log.warning("this agent cannot take a connection, and keeps trying: %s", error)
                 self._short = True
                 return came, False
             self._short = False

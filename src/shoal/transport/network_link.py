@@ -354,7 +354,7 @@ class NetworkIncoming(Incoming):
 
     def _check_identity(self, peer: int) -> None:
         if self._tls is not None and not self._tls.is_of(peer):
-            raise ProtocolError(f"it says that it is rank {peer}, and has not shown that rank's certificate")
+            raise ProtocolError(f"it claims to be rank {peer}, without that rank's certificate")
 
     def read(self) -> None:
         try:
@@ -408,7 +408,7 @@ class NetworkIncoming(Incoming):
         # Before `available` moves: an operation may add the new bytes to its sum at once, and cannot subtract them.
         if self._guard.check(tensor.memory[tensor.begin : tensor.at]) != tensor.expected:
             tensor.at = tensor.begin  # the next connection brings the whole chunk again
-            raise CorruptMessage("a part of a tensor was changed on the way")
+            raise CorruptMessage("a part of a tensor was modified in transit")
         if tensor.at == len(tensor.memory):
             del self._arriving[tensor.message.token]
             self._announced.release(len(tensor.memory))

@@ -396,7 +396,9 @@ class ProcessGroups:
                 seconds = CONNECT_SECONDS * 2 ** min(again, MOST_DOUBLINGS)
                 group = _make(self._backend, prefixed, place, len(ranks), self._address, seconds)
             except RuntimeError as error:
-                log.warning("rank %d has not met ranks %s by %s: %s", self._rank, ranks, self._backend, error)
+                # As text: a handler may keep the record, and an exception holds this frame, with the group of a later
+                # attempt and its connections.
+                log.warning("rank %d has not met ranks %s by %s: %s", self._rank, ranks, self._backend, str(error))
                 group = None
             # All keep the group, or none: a member that alone has it would wait for the others in its first transfer.
             if store.all_agree(f"connected {again}", group is not None):

@@ -55,7 +55,7 @@ class SendBuffer(Generic[T]):
         # An impossible count would drop units that have not arrived, or put all later counts out of step.
         if not 0 <= news <= len(self._kept):
             most = self._acknowledged + len(self._kept)
-            raise ProtocolError(f"it has had {count:,} packets; {self._acknowledged:,} to {most:,} were expected")
+            raise ProtocolError(f"it confirmed {count:,} packets; {self._acknowledged:,} to {most:,} were expected")
         # Units have no numbers on the wire: the position in this queue is the number. So it is kept in the order of
         # sending, and nothing is removed from its middle.
         for _ in range(news):

@@ -245,7 +245,7 @@ class Router:
         self._again[link.peer] = clock.monotonic() + (pause if tries else 0.0)
         self.poller.wake()
         if tries == LOG_AT_ATTEMPT:
-            log.warning("rank %d has no link to rank %d yet, and goes on trying: %s", self.rank, link.peer, cause)
+            log.warning("rank %d has no link to rank %d yet, and keeps trying: %s", self.rank, link.peer, cause)
 
     def _try_again(self, peer: int) -> None:
         del self._again[peer]

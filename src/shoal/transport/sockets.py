@@ -157,7 +157,7 @@ class Outgoing(Connection):
 
     def _place(self, message: Message, published: Published, start: int, stop: int) -> None:
         """Set the location of its tensor in the message."""
-        raise AssertionError("a kind of connection says where tensors are")
+        raise AssertionError("a subclass defines where tensors are")
 
     def _pack(self) -> None:
         """Make a packet of the queued messages; it is sealed when it is sent, in that order and with the key of that
@@ -247,7 +247,7 @@ class Outgoing(Connection):
         if data:
             word, count, _, _ = CONTROL.unpack(self._goodbye.open(memoryview(data)))
             if word != ARRIVED:
-                raise ProtocolError("it does not begin with what had come")
+                raise ProtocolError("it does not begin with the data that had arrived")
             self._awaits_count = False
             self._begin(count)
 
@@ -302,12 +302,12 @@ class Outgoing(Connection):
         elif word == CONNECT and self.resumes:
             self.on_request(self.peer)
         else:
-            raise ProtocolError("it says what nobody says there")
+            raise ProtocolError("its message is not allowed there")
         return True
 
     def _on_arrived_count(self, count: int) -> None:
         """``count`` units have arrived."""
-        raise ProtocolError("it counts what comes to it without being asked")
+        raise ProtocolError("it acknowledges packets without a request")
 
     def _read_shutdown_message(self) -> None:
         """Read a shutdown message, which names the rank for which the peer leaves, from before the connection broke."""
@@ -323,11 +323,11 @@ class Outgoing(Connection):
             self._poller.modify(self.sock.fileno(), events)
 
     def flush(self) -> None:
-        raise AssertionError("a kind of connection says how it sends")
+        raise AssertionError("a subclass defines how it sends")
 
     @property
     def idle(self) -> bool:
-        raise AssertionError("a kind of connection says what it has still to send")
+        raise AssertionError("a subclass defines what it has still to send")
 
     def fail(self, cause: str, certain: bool = False) -> None:
         """Close; ``certain``: the peer caused it, by an orderly end or malformed data, which no network produces."""
@@ -397,7 +397,7 @@ class Incoming(Connection):
                 return
             self.close()
             self.on_end(self)
-            raise MemoryError(f"there is no memory for what rank {self.peer} has sent") from error
+            raise MemoryError(f"there is no memory for the data of rank {self.peer}") from error
 
     def _greet(self) -> None:
         if not self._is_private():
@@ -450,7 +450,7 @@ class Incoming(Connection):
         """Read the available data and pass it to the receiver. Raises when the connection ended or the data is
         malformed.
         """
-        raise AssertionError("a kind of connection says how it reads")
+        raise AssertionError("a subclass defines how it reads")
 
     def deliver_to(self, receiver: Receiver) -> None:
         """Set the receiver of later messages."""

@@ -178,7 +178,7 @@ def win_update(
     ``neighbor_weights`` in BlueFog.
     """
     if src_weights is not None and neighbor_weights is not None:
-        raise ValueError("win_update: neighbor_weights and src_weights are two words for one thing; give one")
+        raise ValueError("win_update: neighbor_weights and src_weights are the same argument; give one of them")
     return named(name, op="win_update").update(
         self_weight,
         neighbor_weights if src_weights is None else src_weights,

@@ -25,11 +25,11 @@ def test_the_page_shows_agent_status_and_process_state() -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
             agent.connect(watch.path)
             agent.send(json.dumps(summary(0, 2, step=5)).encode())
-            assert wait_until(lambda: bool(watch.serve() or watch.state.as_json()["agents"][0]["step"]), 10.0)
+            assert wait_until(lambda: bool(watch.serve() or watch.state.as_json()["agents"][0]["step"]))
             results: list[dict[str, Any]] = []
             page = Thread(target=lambda: results.append(_news(watch.address)))
             page.start()
-            assert wait_until(lambda: bool(watch.serve() or results), 10.0)
+            assert wait_until(lambda: bool(watch.serve() or results))
             page.join()
         (one, other) = results[0]["agents"]
         assert (one["state"], one["step"]) == ("computing", 5)
@@ -60,11 +60,11 @@ def test_launchers_need_the_secret_of_the_current_attempt() -> None:
                 watch.serve()
                 return bool(watch.state.as_json()["agents"][1]["pid"] == pid)
 
-            assert wait_until(has_reported, 10.0)
+            assert wait_until(has_reported)
             assert right._sealed is not None and wrong._sealed is None
             if pid == 5:
                 before, first = right, address
-        assert wait_until(lambda: bool(before.serve() or before._sealed is None), 10.0)  # it was hung up on
+        assert wait_until(lambda: bool(before.serve() or before._sealed is None))  # it was hung up on
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(first)
 
@@ -79,7 +79,7 @@ def test_an_error_in_the_page_does_not_end_the_run(capsys: pytest.CaptureFixture
     with nothing_is_left(), LocalViewer(1, 1, "one") as watch:
         watch.state.draw = watch.state.as_json = None  # type: ignore[assignment, method-assign]
         watch.serve()
-        assert watch.due == float("inf") and "nobody can look on any more (TypeError" in capsys.readouterr().err
+        assert watch.due == float("inf") and "the page is no longer served (TypeError" in capsys.readouterr().err
         watch.started(0, 1)
         watch.ended(0, "rank 0 exited with code 1", False)
         watch.serve()

@@ -38,7 +38,7 @@ class Store:
                 if key in self._values:
                     return key, self._values[key]
             if self._scheduler.now >= deadline:
-                raise DeadlineExceeded(f"nobody set the key {keys[0]!r} in time")
+                raise DeadlineExceeded(f"no agent set the key {keys[0]!r} in time")
             me = self._scheduler.current
             assert me is not None
             self._waiting.append(me)

@@ -206,7 +206,7 @@ class PoissonGossip(Conditions):
         here, there = np.array(sorted(both), np.int64).reshape(-1, 2).T
         degrees = np.bincount(here, minlength=size)
         if not degrees.all():
-            raise ValueError(f"agent {int(degrees.argmin())} has no neighbour to wake up with")
+            raise ValueError(f"agent {int(degrees.argmin())} has no neighbour for a pairwise event")
         each = np.asarray(rates, float)
         if each.shape not in ((), (size,)) or not ((each > 0) & np.isfinite(each)).all():
             raise ValueError(f"rates={rates!r}: pass numbers above 0: one, or one for each of {size} agents")

@@ -218,7 +218,7 @@ class Run:
             )
             kind, version, found = content.pop("kind").partition(_FORMAT)
             if kind or not version:
-                raise ValueError("it has another kind of content")
+                raise ValueError("its content is of another kind")
             if found == _VERSION and content.keys() != {attribute.name for attribute in fields(cls)}:
                 raise ValueError(f"its fields are {', '.join(content)}")
         except (ValueError, AttributeError, KeyError, TypeError) as error:

@@ -404,7 +404,7 @@ def step_matrix(algorithm: Algorithm, facts: Facts, curvature: torch.Tensor) -> 
     ):  # shapes that do not follow that of x, or other messages
         linear = False
     if not linear:
-        raise ValueError(f"the steps of {algorithm!r} are not linear, so that no matrix tells where they are stable")
+        raise ValueError(f"the steps of {algorithm!r} are not linear, so that no matrix shows where they are stable")
     return matrix
 
 

@@ -125,7 +125,7 @@ def DistributedOptimizer(
             )
         how = ScaledReduction(Average, 1 / gradient_predivide_factor, gradient_predivide_factor)
     if num_groups and groups is not None:
-        raise ValueError(f"{called}: num_groups={num_groups!r} and groups say the same; leave num_groups out")
+        raise ValueError(f"{called}: num_groups={num_groups!r} and groups exclude each other; leave num_groups out")
     if isinstance(groups, int) or num_groups:
         groups = _count(called, num_groups or groups)
     passes = check_size(backward_passes_per_step, "backward_passes_per_step")
@@ -384,8 +384,8 @@ class Gradients:
         """The script clears the gradients: they are no averages any more."""
         if self._under_way:
             raise RuntimeError(
-                "zero_grad() between backward() and step(): the gradients are on their way to the others, and what "
-                "comes back would be lost; call step(), or synchronize(), first"
+                "zero_grad() between backward() and step(): the gradients are on their way to the others, and "
+                "the averages would be lost; call step(), or synchronize(), first"
             )
         self._is_synchronized = False
 

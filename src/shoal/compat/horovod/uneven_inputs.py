@@ -287,5 +287,7 @@ def join(device: int = -1) -> int:
     """
     joining = _of.get(current("join").engine)
     if joining is None:
-        raise NotInitialized("join: the others must know of it; call hvd.init() at the beginning, on all agents")
+        raise NotInitialized(
+            "join: the other agents must take part in it; call hvd.init() at the beginning, on all agents"
+        )
     return joining.join()

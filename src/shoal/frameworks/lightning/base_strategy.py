@@ -262,7 +262,7 @@ def check_devices(devices: list[Any] | None) -> None:
     if devices is not None and len(devices) > 1:
         raise ValueError(
             f"devices={len(devices)}: with Shoal's strategies each process is one agent with one device, and the "
-            f"launcher says how many there are. Take devices=1, and shoal run -n {len(devices)}"
+            f"launcher sets their number. Take devices=1, and shoal run -n {len(devices)}"
         )
     elsewhere = [device for device in devices or () if getattr(device, "type", None) != "cpu"]
     if elsewhere:

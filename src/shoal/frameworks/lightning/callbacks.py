@@ -71,8 +71,8 @@ class SameNumbers(Callback):
             if len({theirs[number].item() for theirs in every}) > 1:
                 values = ", ".join(f"{theirs.view(torch.float64)[number].item():.6g}" for theirs in every)
                 raise ValueError(
-                    f"{name!r} is monitored, and is not the same on all agents, who would stop, save or change rates "
-                    f"each for itself. It is {values}. Log the mean: self.log({name!r}, ..., sync_dist=True)"
+                    f"{name!r} is monitored and differs between agents, so that they would stop, save or change rates "
+                    f"at different steps. It is {values}. Log the mean: self.log({name!r}, ..., sync_dist=True)"
                 )
 
 

@@ -317,7 +317,7 @@ def check_nodes(count: int) -> None:
     """Raise ValueError unless the number of machines is left to the launcher."""
     if count != 1:
         raise ValueError(
-            f"Trainer(num_nodes={count}): with ShoalStrategy the launcher says on how many machines there are agents. "
+            f"Trainer(num_nodes={count}): with ShoalStrategy the launcher sets the number of machines. "
             "Leave num_nodes out"
         )
 

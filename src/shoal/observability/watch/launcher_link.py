@@ -171,13 +171,13 @@ class StatusCollector:
             if guest.sealed is None:
                 nonces = guest.nonce, message[:NONCE]
                 if not hmac.compare_digest(message[NONCE:], _mac(self._secret, b"asks", *nonces)):
-                    raise ValueError("it does not know the secret")
+                    raise ValueError("it does not have the secret")
                 guest.sealed = _MessageMac(_mac(self._secret, b"key", *nonces))
                 guest.stream.put(_mac(self._secret, b"answers", *nonces))
                 self._write(guest)
                 continue
             if not hmac.compare_digest(guest.sealed.seal(message[SEAL:]), message[:SEAL]):
-                raise ValueError("what it says was changed on the way")
+                raise ValueError("its message was modified in transit")
             self._take(json.loads(message[SEAL:]))
 
     def _take(self, content: dict[str, Any]) -> None:
@@ -309,11 +309,11 @@ class StatusSender:
                 self._write()
             elif self._sealed is None:
                 if not hmac.compare_digest(message, _mac(self._secret, b"answers", *self._nonces)):
-                    raise ValueError("it does not know the secret")
+                    raise ValueError("it does not have the secret")
                 self._sealed = _MessageMac(_mac(self._secret, b"key", *self._nonces))
                 self._send_status()
             else:
-                raise ValueError("it has nothing to say")
+                raise ValueError("it closed the connection without a message")
 
     def _write(self) -> None:
         if self._stream is None:

@@ -113,7 +113,7 @@ class Watch:
                 for key in list(self._selector.get_map().values()):
                     self._selector.unregister(key.fileobj)
                 self._parts.close()
-            print_message(f"nobody can look on any more ({type(error).__name__}: {error})")
+            print_message(f"the page is no longer served ({type(error).__name__}: {error})")
 
     def _next(self) -> float:
         return self._looked + LOOK_SECONDS

@@ -89,7 +89,7 @@ class Checkpoint:
 
     def __init__(self, **parts: Stateful | torch.Generator | dict[Any, Any] | list[Any]) -> None:
         if not parts:
-            raise ValueError("a checkpoint of what? Name its parts: Checkpoint(model=model, optimizer=optimizer)")
+            raise ValueError("a checkpoint without parts: name them: Checkpoint(model=model, optimizer=optimizer)")
         self._parts: dict[str, Stateful] = {}
         for name, part in parts.items():
             self._parts[name] = as_stateful(name, part)
@@ -201,7 +201,7 @@ class Checkpoint:
         if parts.keys() != state["parts"].keys():
             raise ValueError(
                 f"checkpoint: rank {agent.rank} was started again, and loads {', '.join(parts)}; the others save "
-                f"{', '.join(state['parts'])}. What it loads first must be what they save"
+                f"{', '.join(state['parts'])}. Load the same parts that they save"
             )
         for name, part in parts.items():
             if isinstance(part, DecentralizedOptimizer):
@@ -364,7 +364,7 @@ class Checkpoint:
         if start == "own" and manifest.agents not in (agent.size, len(there)):
             raise ValueError(
                 f"{place} is of {manifest.agents} agents, and there are {len(there)} now. Run with {manifest.agents}, "
-                "or load with start='consensus': then every agent begins at the mean of all that were saved."
+                "or load with start='consensus': then every agent begins at the mean of all saved models."
             )
 
         def check(names: Iterable[str]) -> None:
@@ -456,7 +456,7 @@ def _check_unsharded_agents(call: str) -> None:
     if current(call).launch.beside:
         raise ValueError(
             f"{call}: an agent is one process of a replica here (init(mesh=)), and a checkpoint is complete when all "
-            "processes of all replicas have saved, which torch.distributed.checkpoint sees to: "
+            "processes of all replicas have saved, which torch.distributed.checkpoint ensures: "
             'dcp.save({"training": checkpoint}, checkpoint_id=folder)'
         )
 
@@ -496,5 +496,5 @@ def _named(name: Any) -> str:
     are written and removed.
     """
     if not is_name(name):
-        raise ShoalError(f"checkpoint: another agent says {name!r}, which is no checkpoint's name")
+        raise ShoalError(f"checkpoint: another agent sent {name!r}, which is no checkpoint's name")
     return str(name)

@@ -187,7 +187,7 @@ def read_states(place: Path, rank: int, manifest: Manifest, mmap: bool = False) 
     path = _file_of(place, rank)
     # Before torch.load: its errors on a damaged file do not tell what is wrong, and damaged numbers cause none at all.
     if manifest.checksums and _crc(path) != manifest.checksums[rank]:
-        raise Damaged(f"{path} is not what was written there: its checksum is another than its manifest says")
+        raise Damaged(f"{path} has changed since it was written: its checksum differs from that in the manifest")
     states: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     return states
 

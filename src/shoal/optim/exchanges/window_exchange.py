@@ -388,9 +388,9 @@ class PushSumExchange(WindowExchange):
             return
         silent = max(ages, key=lambda rank: ages[rank])
         raise DeadlineExceeded(
-            f"win_accumulate {name!r} on rank {agent.rank}: for {now - since:.3g} s too little has come to give some "
-            f"of it away, and from rank {silent} nothing for {ages[silent]:.3g} s. What is sent to an agent that has "
-            "ended its loop does not come back: put the loops of all agents into optimizer.join() if they have "
+            f"win_accumulate {name!r} on rank {agent.rank}: for {now - since:.3g} s too few shares have arrived to "
+            f"send some on, and from rank {silent} nothing for {ages[silent]:.3g} s. Shares sent to an agent that has "
+            "ended its loop do not return: put the loops of all agents into optimizer.join() if they have "
             "different numbers of batches; if agents are only slow, raise SHOAL_TIMEOUT",
             (silent,),
         )

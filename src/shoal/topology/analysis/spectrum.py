@@ -91,7 +91,7 @@ def gap_over_period(topology: AnyTopology, rounds: int | None = None) -> Estimat
         period = span.schedule.period
         reason = "never repeats" if period is None else f"repeats after {period} rounds, which are too many to hold"
         raise ValueError(
-            f"{span.schedule.describe()} {reason}. Say over how many rounds to take the gap: "
+            f"{span.schedule.describe()} {reason}. Pass the number of rounds of the gap: "
             "gap_over_period(topology, rounds=...)."
         )
     if rounds is not None and len(span) < rounds:

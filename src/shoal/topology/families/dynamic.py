@@ -173,8 +173,8 @@ def _check_inner_outer(world_size: int, local_size: int, self_rank: int) -> int:
     machines, self_rank = _check_machines(world_size, local_size, self_rank)
     if machines > 1 and local_size == 2:
         raise ValueError(
-            f"with 2 agents on each of {machines} machines, the one that stays while the other goes out has nobody to "
-            "talk to, so the two never average. Use GetDynamicOnePeerSendRecvRanks, or "
+            f"with 2 agents on each of {machines} machines, the one that stays while the other sends to another "
+            "machine has no neighbour, so the two never average. Use GetDynamicOnePeerSendRecvRanks, or "
             "GetExp2DynamicSendRecvMachineRanks with hierarchical_neighbor_allreduce."
         )
     return self_rank

@@ -219,8 +219,8 @@ class _InnerOuter(OnePeer):
         machines = size // self.local
         if self.local == 2 and machines > 1:
             raise ValueError(
-                f"with 2 agents on each of {machines} machines, the one that stays while the other goes out has nobody "
-                "to talk to, so the two never average. Put more agents on a machine, or one."
+                f"with 2 agents on each of {machines} machines, the one that stays while the other sends to another "
+                "machine has no neighbour, so the two never average. Put more agents on a machine, or one."
             )
         self._inside = self._hops(self.local if machines == 1 else self.local - 1)
         self._outside = self._hops(machines)
