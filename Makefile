@@ -74,6 +74,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	cd tests && ../$(BIN)/mypy --config-file mypy.ini .
 
 # The site, into out/site: a broken link, a missing reference or a page that is not in mkdocs.yml fails it (not with --quiet,
 # which hides warnings from --strict), and so does a page of the tutorial whose code fails: each is executed before.

@@ -124,7 +124,7 @@ def test_the_error_for_a_name_of_another_package_says_where_it_is(name: str, pla
     with pytest.raises(AttributeError, match=rf"{missing.format(name)}; there is .*shoal\.{place}\.{name}\b"):
         getattr(shoal, name)
     with pytest.raises(AttributeError, match=rf"{missing.format('nowhere')}$"):
-        _ = shoal.nowhere
+        _ = shoal.nowhere  # type: ignore[attr-defined]
 
 
 def test_a_replaced_name_stays_replaced() -> None:

@@ -117,7 +117,7 @@ def test_the_picture_has_a_legend() -> None:
     assert legend is not None
     named = dict(zip([text.get_text() for text in legend.get_texts()], legend.legend_handles, strict=True))
     assert list(named) == ["lost", "member", "waits to be admitted"]
-    drawn = [(bar.get_width(), bar.get_facecolor()) for bar in axes.patches if bar.get_width()]
+    drawn = [(bar.get_width(), bar.get_facecolor()) for bar in axes.patches if bar.get_width()]  # type: ignore[attr-defined]
     colours = [named[name].get_facecolor() for name in ("member", "waits to be admitted")]
     assert drawn == [(30.0, colours[0]), (9.5, colours[0]), (3.25, colours[1]), (15.75, colours[0])]
     crosses = [line for line in axes.lines if len(line.get_xdata())]

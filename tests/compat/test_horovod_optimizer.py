@@ -206,7 +206,7 @@ def test_the_wrapper_behaves_as_the_users_optimizer() -> None:
         plain = torch.optim.AdamW(deepcopy(MODEL).parameters())
         plain.load_state_dict(state)
         optimizer.load_state_dict(plain.state_dict())
-        optimizer.set_backward_passes_per_step(2)
+        optimizer.set_backward_passes_per_step(2)  # type: ignore[attr-defined]
         optimizer.zero_grad()
         for step in (2, 3):
             loss_of(model, step).backward()

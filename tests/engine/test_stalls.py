@@ -95,7 +95,7 @@ def test_a_call_that_all_have_requested_waits_for_no_rank(
     monkeypatch.setattr(watchdog, "ASK_ALL_AFTER", AFTER / 2)  # after which agents know who has come
     caplog.set_level(logging.WARNING, "shoal")
     holds, output = Event(), list[str]()
-    due = CollectiveOrdering.due.fget
+    due = CollectiveOrdering.due.fget  # type: ignore[attr-defined]
     assert due is not None
     monkeypatch.setattr(CollectiveOrdering, "due", property(lambda order: not holds.is_set() and due(order)))
 

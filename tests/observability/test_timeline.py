@@ -299,7 +299,7 @@ def test_a_killed_process_leaves_a_valid_trace(tmp_path):
     events = json.loads(path.read_text() + "]")
     assert [e["name"] for e in on_row(events, "activities: weights")] == ["forward"]
     call = [e for e in on_row(events, "exchange: weights") if e.get("name") != "prepare"]  # where that took long
-    assert [e["ph"] for e in call] == ["B", "X", "E"]
+    assert [e["ph"] for e in call] == ["B", "X", "E"]  # type: ignore[attr-defined]
 
 
 FORKED = """

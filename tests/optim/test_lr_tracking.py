@@ -301,7 +301,7 @@ def test_a_torch_scheduler_in_a_resumed_run() -> None:
         train_steps(full, 8)
         train_steps(first, 5)
         for one, other in zip(first, second, strict=True):
-            other.load_state_dict(deepcopy(one.state_dict()))
+            other.load_state_dict(deepcopy(one.state_dict()))  # type: ignore[attr-defined]
         train_steps(second, 3)
         return full[0].x().detach(), second[0].x().detach()
 

@@ -207,7 +207,7 @@ def test_schedule_free_agents_stay_together_on_different_data(kind: Any) -> None
             optimizer.zero_grad()
             (model.weight[0] - centres[shoal.rank()]).square().sum().div(2).backward()
             optimizer.step()
-        optimizer.optimizer.eval()
+        optimizer.optimizer.eval()  # type: ignore[attr-defined]
         return model.weight.detach()[0].clone()
 
     results = torch.stack(shoal.Fleet(4, timeout=20.0).run(agent))

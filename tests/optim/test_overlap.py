@@ -261,7 +261,7 @@ def test_an_error_during_the_backward_pass_is_raised_by_step_and_keeps_no_parame
         def lost(number: int) -> None:
             raise shoal.PeerLost("rank 7 is gone", (7,))
 
-        optimizer._bucket_exchange.start_bucket = lost  # type: ignore[method-assign]
+        optimizer._bucket_exchange.start_bucket = lost  # type: ignore[attr-defined, method-assign]
         loss_of(model, 1).backward()
         with pytest.raises(shoal.PeerLost, match="rank 7"):
             optimizer.step()

@@ -115,7 +115,7 @@ def train_halved(way: str) -> bytes:
                 topology=UNEVEN, compression=shoal.compression.MinMaxUInt8(),
             )  # fmt: skip
         if way == "adapt then combine":
-            optimizer.robust = shoal.robust.ClippedGossip()
+            optimizer.robust = shoal.robust.ClippedGossip()  # type: ignore[attr-defined]
             with pytest.raises(ValueError, match=r"robust: several processes of a replica have a copy of '2.bias'"):
                 optimizer.step()
         return result

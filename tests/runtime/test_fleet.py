@@ -491,7 +491,7 @@ def test_a_generator_that_runs_a_fleet_may_be_closed(fleet: Fleets) -> None:
 
     several = results()
     assert [next(several), next(several)] == [[0.5, 0.5]] * 2
-    several.close()
+    several.close()  # type: ignore[attr-defined]
 
 
 async def coroutine() -> None:

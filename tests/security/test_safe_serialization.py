@@ -349,7 +349,7 @@ def test_tensors_get_their_own_memory_and_shared_ones_stay_shared() -> None:
 def test_a_models_version_metadata_is_sent() -> None:
     state = torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict()
     result = read(write(state))
-    assert result._metadata == state._metadata and same(result, state)
+    assert result._metadata == state._metadata and same(result, state)  # type: ignore[attr-defined]
 
 
 def schedules(optimizer: torch.optim.Optimizer) -> list[Any]:

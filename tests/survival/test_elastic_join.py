@@ -98,7 +98,7 @@ def test_a_joining_agent_takes_no_part_in_a_coordination_round_that_some_have_st
 
 def ask_across_an_entry() -> list[float]:
     """Call what is in flight while all let in who asks, until there are three; then once more. The results."""
-    due, late = CollectiveOrdering.due.fget, [False]
+    due, late = CollectiveOrdering.due.fget, [False]  # type: ignore[attr-defined]
     assert due is not None
 
     def is_late(order: CollectiveOrdering) -> bool:

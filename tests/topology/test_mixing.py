@@ -98,7 +98,7 @@ def test_mappings_are_read_only():
         with pytest.raises(TypeError):
             mapping[1] = 0.0
         with pytest.raises(AttributeError):
-            mapping.clear()
+            mapping.clear()  # type: ignore[attr-defined]
 
 
 def test_later_changes_of_the_arguments_have_no_effect():

@@ -1,4 +1,4 @@
-"""The thread that uses process groups: its effect on the other threads of the process, and failed attempts to connect."""
+"""The thread that uses process groups: its effect on other threads of the process, and failed attempts to connect."""
 
 from __future__ import annotations
 

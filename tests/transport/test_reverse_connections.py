@@ -112,7 +112,7 @@ def test_an_agent_that_shuts_down_does_not_wait_for_a_peer_that_reads_no_more(cu
             return may_end.wait(scaled(20.0))
         link = router.links[1]
         if cut_first:
-            assert wait_until(lambda: 1 in router.reversing and not link.open, scaled(20.0))
+            assert wait_until(lambda: 1 in router.reversing and not link.open, scaled(20.0))  # type: ignore[attr-defined]
         with engine.lock:
             link.post(Message(Kind.ASK, ALIVE, ALIVE))
             router.send_shutdown()

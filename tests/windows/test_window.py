@@ -862,7 +862,7 @@ def test_a_window_that_is_freed_during_an_accumulate_raises_for_the_neighbours_w
 
             def write_and_free(*arguments: Any) -> None:
                 write(*arguments)
-                thread = threading.Thread(target=part._owner.free, args=("x",))
+                thread = threading.Thread(target=part._owner.free, args=("x",))  # type: ignore[attr-defined]
                 thread.start()
                 thread.join()
 

@@ -25,7 +25,7 @@ def test_the_page_shows_agent_status_and_process_state() -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
             agent.connect(watch.path)
             agent.send(json.dumps(summary(0, 2, step=5)).encode())
-            assert wait_until(lambda: bool(watch.serve() or watch.state.as_json()["agents"][0]["step"]))
+            assert wait_until(lambda: bool(watch.serve() or watch.state.as_json()["agents"][0]["step"]))  # type: ignore[attr-defined]
             results: list[dict[str, Any]] = []
             page = Thread(target=lambda: results.append(_news(watch.address)))
             page.start()
@@ -45,7 +45,7 @@ def test_launchers_need_the_secret_of_the_current_attempt() -> None:
         for pid, secret in ((5, "of the first"), (6, "of the second")):
             listener = socket.create_server(("127.0.0.1", 0))
             address = listener.getsockname()
-            watch.gather(listener, secret, 1)
+            watch.gather(listener, secret, 1)  # type: ignore[attr-defined]
             reported = [StatusSender(socket.AF_INET, address, known) for known in ("of the first", "of the second")]
             for sender in reported:
                 tellers.callback(sender.close)
@@ -58,7 +58,7 @@ def test_launchers_need_the_secret_of_the_current_attempt() -> None:
                 for reporter in senders:
                     reporter.serve()
                 watch.serve()
-                return bool(watch.state.as_json()["agents"][1]["pid"] == pid)
+                return bool(watch.state.as_json()["agents"][1]["pid"] == pid)  # type: ignore[attr-defined]
 
             assert wait_until(has_reported)
             assert right._sealed is not None and wrong._sealed is None
@@ -77,7 +77,7 @@ def _news(address: str) -> dict[str, Any]:
 
 def test_an_error_in_the_page_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     with nothing_is_left(), LocalViewer(1, 1, "one") as watch:
-        watch.state.draw = watch.state.as_json = None  # type: ignore[assignment, method-assign]
+        watch.state.draw = watch.state.as_json = None  # type: ignore[attr-defined, assignment, method-assign]
         watch.serve()
         assert watch.due == float("inf") and "the page is no longer served (TypeError" in capsys.readouterr().err
         watch.started(0, 1)
