@@ -118,5 +118,5 @@ def test_invalid_arguments_are_refused() -> None:
         with pytest.raises(ValueError, match=r"pass 0 < beta < 2 n / \(n \+ 1\)"):
             EASGD(LR, 1, beta)
     for wrapper in (LocalSteps, GossipPGA):
-        with pytest.raises(ValueError, match="EASGD says itself how often agents exchange"):
+        with pytest.raises(ValueError, match="EASGD sets how often agents exchange"):
             wrapper(EASGD(LR, 1), 2)

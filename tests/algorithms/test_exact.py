@@ -148,7 +148,7 @@ def test_a_named_condition_is_not_checked() -> None:
     assert (results - optimum()).abs().max() < 1e-9
     with pytest.raises(ValueError, match=r"to be symmetric, and W is not .*unchecked='symmetric' leaves this"):
         fleet.run(lazy, START, GRADIENT, 1, unchecked="static")
-    with pytest.raises(ValueError, match=r"unchecked='statc': ExactDiffusion needs no such thing.*'static', 'doubly"):
+    with pytest.raises(ValueError, match=r"unchecked='statc': ExactDiffusion has no such condition.*'static', 'doubly"):
         fleet.run(lazy, START, GRADIENT, 1, unchecked="statc")
 
 

@@ -416,10 +416,10 @@ def test_unsupported_algorithms_are_refused(make: Callable[[Algorithm, int], Alg
         make(ExactDiffusion(LR), EVERY)
     with pytest.raises(ValueError, match="every=0"):
         make(INNER, 0)
-    with pytest.raises(ValueError, match=r"(\w+) says itself how often agents exchange, and \1 would"):
+    with pytest.raises(ValueError, match=r"(\w+) sets how often agents exchange, and \1 would"):
         make(make(INNER, EVERY), EVERY)
     for wrapper in (LocalSteps, GossipPGA):
-        with pytest.raises(ValueError, match=r"says itself how often .* with the `every` that is wanted"):
+        with pytest.raises(ValueError, match=r"sets how often .* with the `every` that is wanted"):
             wrapper(make(INNER, EVERY), EVERY)
 
 
@@ -468,7 +468,7 @@ def test_an_outer_step_moves_the_algorithm_that_it_wraps(entry: Entry, outer: st
 def test_algorithms_that_recompute_x_are_refused() -> None:
     for inner in (DualAveraging(0.1), Momentum(DualAveraging(0.1), 0.5)):
         for make in OUTER.values():
-            with pytest.raises(ValueError, match="DualAveraging makes it anew"):
+            with pytest.raises(ValueError, match="DualAveraging recomputes it"):
                 make(0.5)(inner)
 
 
@@ -477,5 +477,5 @@ def test_an_algorithm_with_its_own_exchange_steps_is_found_inside_a_wrapper(
     wrapper: Callable[[Algorithm], Algorithm],
 ) -> None:
     for inner in (DiLoCo(INNER, 2), Momentum(DiLoCo(INNER, 2), 0.5)):
-        with pytest.raises(ValueError, match="DiLoCo says itself how often agents exchange"):
+        with pytest.raises(ValueError, match="DiLoCo sets how often agents exchange"):
             wrapper(inner)

@@ -175,7 +175,7 @@ def test_a_signal_between_two_attempts_starts_none(jobs: Jobs, signum: signal.Si
     job.send_signal(signum)
     _, err = job.communicate(timeout=TIMEOUT)
     assert job.returncode == 128 + signum, (output, err)
-    assert f"{signum.name}: not begun again" in err and jobs.attempts() == {0, 1}
+    assert f"{signum.name}: the job is not restarted" in err and jobs.attempts() == {0, 1}
 
 
 def test_after_one_agent_has_finished_the_job_does_not_restart(jobs: Jobs) -> None:

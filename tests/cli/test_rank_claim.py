@@ -86,7 +86,7 @@ def test_agents_join_from_two_shells_and_surplus_ones_are_refused(shells: Shells
     ]
     late = shells.type("--join", where, "-n", 1)
     _, err = late.communicate(timeout=TIMEOUT)
-    assert late.returncode == 1 and "nobody answers at" in err and "the run has ended" in err
+    assert late.returncode == 1 and "no process answers at" in err and "the run has ended" in err
 
 
 @pytest.mark.soak
@@ -113,8 +113,8 @@ def test_a_job_without_spare_ranks_cannot_be_joined(shells: Shells, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("-n 2 --max-agents 1", "--max-agents 1: the run begins with 2, and that is more"),
-        ("-n 2 --nnodes 2 --max-agents 3", "--max-agents 3: the run begins with 4"),
+        ("-n 2 --max-agents 1", "--max-agents 1: it must be at least 2, the number of agents at the start"),
+        ("-n 2 --nnodes 2 --max-agents 3", "--max-agents 3: it must be at least 4"),
         ("-n 2 --max-agents x", "argument --max-agents: invalid int value: 'x'"),
         ("-n 2 --max-agents 4 --on-failure stop", "--max-agents with --on-failure stop"),
         ("-n 2 --max-agents 4 --nnodes 2 --rendezvous h:1", "--max-agents with --nnodes: set SHOAL_SECRET"),

@@ -126,7 +126,7 @@ def test_topologies_unfit_for_training_are_listed_with_the_reason(capsys: pytest
         ("--model-mb -3", "'-3' is not a number above zero"),
         ("--upload fast", "'fast' is not a bandwidth"),
         ("--download -1mbit", "'-1mbit' is not a bandwidth"),
-        ("--bandwidth 1gbit --upload 1mbit --download 1gbit", "beside both --upload and --download says nothing"),
+        ("--bandwidth 1gbit --upload 1mbit --download 1gbit", "has no effect beside --upload and --download"),
         ("--local-steps 0", "'0' is not a number of them: write 1 or more"),
         ("--difference -1", "'-1' is not a number, zero or more"),
         ("--accuracy 0", "'0' is not a number above zero"),
@@ -139,7 +139,7 @@ def test_topologies_unfit_for_training_are_listed_with_the_reason(capsys: pytest
         ("--model-mb much", "'much' is not a number above zero"),
         ("--error 0", "'0' is not a number above zero"),
         ("--error 1", "--error 1: agents begin with an error of 1. Pass a number below it."),
-        ("--measure --inside-bandwidth 1gbit", "is what --measure measures"),
+        ("--measure --inside-bandwidth 1gbit", "and --measure give the same value"),
         ("ring", "unrecognized arguments: ring"),
     ],
 )
@@ -244,7 +244,7 @@ def test_options_about_the_network_are_shown_beside_the_measurement(
     ("options", "expected_message"),
     [
         (["-n", "8", "--per-machine", "4"], "puts 8 agents on several machines, but one was measured"),
-        (["--inside-bandwidth", "1gbit"], "--inside-bandwidth is what --measure measures"),
+        (["--inside-bandwidth", "1gbit"], "--inside-bandwidth and --measure give the same value"),
     ],
 )
 def test_missing_measurements_are_requested(

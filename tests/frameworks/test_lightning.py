@@ -231,7 +231,7 @@ def test_collectives_of_lightning_between_agents(world: World) -> None:
 def test_features_that_need_one_common_model_are_refused(world: World) -> None:
     reasons = {
         "devices": "each process is one agent",
-        "num_nodes": "the launcher says",
+        "num_nodes": "the launcher sets",
         "sync_batchnorm": "needs a process group",
         "transformer-engine": "shards or quantizes",
         "on exception": "save alone",

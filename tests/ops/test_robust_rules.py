@@ -116,7 +116,7 @@ def test_a_sender_of_non_finite_values_is_named(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "shoal"):
         shoal.Fleet(SIZE).run(average, 3, torch.float32, shoal.robust.FiniteOnly(), {2: float("nan")})
     logged = sorted(record.message for record in caplog.records)
-    assert logged == [f"rank {rank} leaves out what rank 2 sends: it is not finite" for rank in (1, 3)]
+    assert logged == [f"rank {rank} leaves out the values of rank 2: they are not finite" for rank in (1, 3)]
 
 
 def too_few(call: Callable[[], torch.Tensor]) -> str:

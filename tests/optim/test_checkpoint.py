@@ -502,7 +502,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_on_all(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda folder: shoal.Checkpoint(), ValueError, "a checkpoint of what"),
+        (lambda folder: shoal.Checkpoint(), ValueError, "a checkpoint without parts"),
         (lambda folder: shoal.Checkpoint(lr=0.1), TypeError, r'lr is a float.* state=\{"lr": \.\.\.\}'),
         (lambda folder: shoal.Checkpoint(state={"at": folder}), TypeError, r"state\['at'\] is a pathlib.*plain data"),
         (lambda folder: shoal.Checkpoint(model=MODEL).save(folder, -1), ValueError, "step=-1"),

@@ -183,7 +183,7 @@ def test_agents_converge_to_the_joint_optimum_on_a_changing_topology(compressor:
             ValueError,
             "takes its own compressor",
         ),
-        ({"compression": RandomK(0.001)}, ValueError, r"of 59?\d* numbers a message says .* Take a finer one"),
+        ({"compression": RandomK(0.001)}, ValueError, r"of 59?\d* numbers a message keeps .* Take a finer one"),
         ({"compression": TopK(0.1), "mix_state": ("momentum_buffer",)}, ValueError, "mix_state"),
     ],
 )

@@ -192,7 +192,7 @@ def save_after(folder: Path, way: str, steps: int) -> bytes:
         optimizer = WAYS[way](model)
         train(model, optimizer, of_process, *range(steps))
         checkpoint = shoal.Checkpoint(model=model, optimizer=optimizer)
-        with pytest.raises(ValueError, match=r"Checkpoint.save: .* torch.distributed.checkpoint sees to: dcp.save"):
+        with pytest.raises(ValueError, match=r"Checkpoint.save: .* torch.distributed.checkpoint ensures: dcp.save"):
             checkpoint.save(folder, 1)
         dcp.save({"training": checkpoint}, checkpoint_id=folder)
         train(model, optimizer, of_process, *range(steps, STEPS))
@@ -299,7 +299,7 @@ def test_unsound_combinations_are_refused_with_the_reason(world: World) -> None:
         "HSDP": "lies on ranks [0, 1, 2, 3], and this agent averages with ranks [3] of these",
         "windows": "is sharded over ranks [0, 1], which wait for each other in every pass",
         "pairs": "is sharded over ranks [0, 1], which wait for each other in every pass",
-        "overlap": "when its gradient is whole is known to what has sharded it",
+        "overlap": "only the code that sharded it knows when its gradient is complete",
         "tensor": "the tensor is a DTensor, of which a part lies here. Give the part, tensor.to_local()",
         "flat": "FullyShardedDataParallel makes one flat tensor",
         "ZeRO": "ZeroRedundancyOptimizer steps a part of the parameters here",

@@ -75,7 +75,7 @@ def test_a_schedule_with_unbalanced_rounds_is_refused_by_every_wrapper(fleet: Fl
         apart = nx.DiGraph([(rank, rank, {"weight": 1.0}) for rank in range(SIZE)])
         with pytest.raises(ValueError, match="connected, and its agents fall into 4 parts"):
             make(wrap, topology=apart)
-        with pytest.raises(ValueError, match="unchecked='double': GradientDescent needs no such thing"):
+        with pytest.raises(ValueError, match="unchecked='double': GradientDescent has no such condition"):
             make(wrap, unchecked="double")
         model, optimizer = make(wrap, topology=RingStarDelegates(SIZE, 2), unchecked="doubly stochastic")
         one_step(model, optimizer)

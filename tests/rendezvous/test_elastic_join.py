@@ -114,6 +114,6 @@ def test_wrong_and_missing_servers_are_named_in_time() -> None:
     with pytest.raises(shoal.ShoalError, match=r"is no run of Shoal's"):
         claimed(port, 1, seconds=1.0)
     silent.close()
-    with pytest.raises(shoal.ShoalError, match=r"nobody answers at .* the run has ended"):
+    with pytest.raises(shoal.ShoalError, match=r"no process answers at .* the run has ended"):
         claimed(port, 1, seconds=1.0)
     assert time.monotonic() - began < scaled(15.0)

@@ -504,7 +504,7 @@ def generator() -> Iterator[int]:
 
 @pytest.mark.parametrize("function", [coroutine, generator, partial(generator)])
 def test_a_function_whose_call_runs_nothing_is_refused(function: Callable[[], object]) -> None:
-    with pytest.raises(TypeError, match=r"runs nothing of it"):
+    with pytest.raises(TypeError, match=r"runs none of its code"):
         shoal.Fleet(2).run(function)
 
 

@@ -49,7 +49,7 @@ def test_a_trace_is_not_written_to_another_users_file(
         os.chown(place, 12345, 12345)
     with caplog.at_level(logging.ERROR, "shoal"):
         assert shoal.Fleet(2).run(lambda: float(shoal.allreduce(torch.ones(1)))) == [1.0, 1.0]
-    (warning_text,) = [record.message for record in caplog.records if f"goes without a {what}" in record.message]
+    (warning_text,) = [record.message for record in caplog.records if f"continues without a {what}" in record.message]
     assert "rank 0" in warning_text and str(place) in warning_text
     assert precious.read_text() == "all that I have" and not (tmp_path / "nothing").exists()
     assert trap != "another user's file" or place.read_text() == "of another"

@@ -206,7 +206,7 @@ def run(seed: int, locked: float = chaos_acts.LOCKED_SECONDS, over: str = "") ->
             assert steps == draw.batches[rank], f"{prefix} rank {rank} made {steps} steps"
             assert rounds == outcomes[draw.survivors[0]].value[3], f"{prefix} rank {rank} was in {rounds} rounds"
         for sender, receiver in _names(draw):
-            output = f"rank {receiver} leaves out what rank {sender} sends"
+            output = f"rank {receiver} leaves out the values of rank {sender}"
             assert output in world.members[receiver].log.read_text(), f"{prefix} the log lacks: {output}"
         for child in children:  # it has lived to the end
             os.kill(child, signal.SIGKILL)

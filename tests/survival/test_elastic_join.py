@@ -327,7 +327,7 @@ def save_until(present: int) -> tuple[int, ...]:
     ("environment", "message"),
     [
         ({"SHOAL_ON_LOSS": "raise"}, "with on_loss='raise' nobody could"),
-        ({"SHOAL_SECRET": ""}, "they prove with SHOAL_SECRET"),
+        ({"SHOAL_SECRET": ""}, "they authenticate with SHOAL_SECRET"),
         ({"TORCHELASTIC_USE_AGENT_STORE": ""}, "a store that stays"),
         ({"SHOAL_BEGIN_WITH": "5"}, "SHOAL_BEGIN_WITH=5 must be 1 to 4"),
         ({"SHOAL_BEGIN_WITH": "0"}, "SHOAL_BEGIN_WITH=0 must be 1 to 4"),
@@ -347,7 +347,7 @@ def test_without_members_joining_fails() -> None:
         world.join(init=False)
         began = time.monotonic()
         output = world.run_on(0, with_variables, {"RANK": "2", "SHOAL_BEGIN_WITH": "2"}).outcome()
-        assert output.error == "DeadlineExceeded" and "have not met in time" in output.message, output
+        assert output.error == "DeadlineExceeded" and "did not connect in time" in output.message, output
         assert time.monotonic() - began < scaled(10.0)
 
 

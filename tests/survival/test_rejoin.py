@@ -214,7 +214,7 @@ def last_step(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("parts", "message"),
-    [("model,sampler", "loads model, sampler; the others save model"), ("mine", "could not be handed over: TypeError")],
+    [("model,sampler", "loads model, sampler; the others save model"), ("mine", "could not be transferred: TypeError")],
 )
 def test_state_that_cannot_be_transferred_is_named_and_the_others_continue(parts: str, message: str) -> None:
     with World(3, environment=CONTINUE, restarts=True) as world:

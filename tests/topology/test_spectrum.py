@@ -167,7 +167,9 @@ def test_the_gap_of_a_later_round_is_of_that_round() -> None:
 
 
 def test_a_nonperiodic_schedule_has_no_gap_over_a_period() -> None:
-    with pytest.raises(ValueError, match=r"random matchings of 8 agents.* never repeats\. Say over how many rounds"):
+    with pytest.raises(
+        ValueError, match=r"random matchings of 8 agents.* never repeats\. Pass the number of rounds of the gap"
+    ):
         gap_over_period(RandomMatchings(8))
 
 

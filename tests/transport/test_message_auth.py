@@ -34,7 +34,7 @@ def test_another_key_sequence_number_or_length_is_refused(nbytes: int) -> None:
     first, second = (MacSeal(b"key"), MacSeal(b"key"))
     sealed, next_one = first.close(packet[:nbytes]), first.close(packet[:nbytes])
     for wrong in (next_one, sealed[:-1], sealed + b"\0", sealed[1:], b"", sealed[:8]):
-        with pytest.raises(ProtocolError, match="changed on the way, or is not its own"):
+        with pytest.raises(ProtocolError, match="modified in transit, or was not sent by it"):
             MacSeal(b"key").open(memoryview(wrong))
     with pytest.raises(ProtocolError):
         MacSeal(b"other").open(memoryview(sealed))

@@ -136,7 +136,7 @@ def test_observers_that_do_not_read_or_have_exited_block_nothing() -> None:
 def test_a_launcher_that_has_exited_is_a_warning_and_no_error() -> None:
     with World(2, environment={"SHOAL_WATCH": "/proc/self/fd/9999"}) as world:
         assert world.results(traffic) == [(False, {}, [])] * 2
-        assert "cannot tell its launcher what it does" in world.members[0].log.read_text()
+        assert "cannot send its status to its launcher" in world.members[0].log.read_text()
 
 
 def test_status_messages_arrive_on_a_socket_that_only_this_user_can_reach() -> None:

@@ -130,7 +130,7 @@ def test_missing_requirements_are_refused_with_the_reason(start: Start, tmp_path
         cases = [
             (("--watch", "--watch-port", 70000, "-n", 1), {}, 2, "--watch-port 70000"),
             (two, {}, 2, "set SHOAL_SECRET to the same for all machines"),
-            (two, {"SHOAL_SECRET": "s", "SHOAL_TLS": "on"}, 2, "sealed and not encrypted"),
+            (two, {"SHOAL_SECRET": "s", "SHOAL_TLS": "on"}, 2, "authenticate their messages and do not encrypt them"),
             (("--watch", "-n", 1, "--join", f"127.0.0.1:{port}"), {}, 2, "--join with --watch"),
         ]
         for arguments, environ, status, why in cases:
