@@ -96,7 +96,7 @@ def test_modified_entries_are_rejected() -> None:
         ):
             claimed(port, 1)
     for nonsense in ("[]", "nonsense", "[1, 2]", '[{"name": 1}, 2]'):
-        with served(nonsense) as port, pytest.raises(shoal.ShoalError, match="makes no sense"):
+        with served(nonsense) as port, pytest.raises(shoal.ShoalError, match="sent invalid data"):
             claimed(port, 1)
 
 

@@ -52,7 +52,7 @@ def test_one_flipped_bit_is_detected_named_and_the_checkpoint_skipped(tmp_path: 
     flip(spoiled, int(where * spoiled.stat().st_size), 3)
     with pytest.warns(
         UserWarning,
-        match="step-2 is not loaded: .*at rank 1, Damaged: .*agent-1.pt is not what .* the one before it is tried",
+        match="step-2 is not loaded: .*at rank 1, Damaged: .*agent-1.pt has changed .* the one before it is tried",
     ):
         result = loaded(tmp_path, start=start)
     assert result == [(1, 100.0 * rank + 1 if start == "own" else 101.0) for rank in range(SIZE)]

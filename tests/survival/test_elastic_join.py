@@ -326,7 +326,7 @@ def save_until(present: int) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"SHOAL_ON_LOSS": "raise"}, "with on_loss='raise' nobody could"),
+        ({"SHOAL_ON_LOSS": "raise"}, "which on_loss='raise' does not allow"),
         ({"SHOAL_SECRET": ""}, "they authenticate with SHOAL_SECRET"),
         ({"TORCHELASTIC_USE_AGENT_STORE": ""}, "a store that stays"),
         ({"SHOAL_BEGIN_WITH": "5"}, "SHOAL_BEGIN_WITH=5 must be 1 to 4"),

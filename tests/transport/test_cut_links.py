@@ -155,4 +155,4 @@ def test_repeated_corruption_ends_a_link_and_other_links_keep_their_limit() -> N
 
     with nothing_is_left(), in_the_middle(of_a_direction):
         results = shoal.Fleet(2, transport="network", timeout=30.0).run(run)
-    assert any("changed on the way" in text for text in results), results
+    assert any("modified in transit" in text for text in results), results

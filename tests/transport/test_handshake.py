@@ -43,10 +43,10 @@ def test_an_invalid_purpose_is_refused() -> None:
 
 def test_another_secret_and_a_replayed_response_are_refused() -> None:
     accepting, connecting = pair(secret=b"other")
-    with pytest.raises(ProtocolError, match="does not know this job's secret"):
+    with pytest.raises(ProtocolError, match="does not have this job's secret"):
         accepting.check(connecting.answer(accepting.hello))
     before, connecting = pair()
-    with pytest.raises(ProtocolError, match="does not know this job's secret"):
+    with pytest.raises(ProtocolError, match="does not have this job's secret"):
         accepting.check(connecting.answer(before.hello))
 
 
@@ -56,7 +56,7 @@ def test_a_modified_welcome_is_refused(at: int) -> None:
     accepting.check(connecting.answer(accepting.hello))
     welcome = bytearray(accepting.welcome(17))
     welcome[at] ^= 1
-    with pytest.raises(ProtocolError, match="does not know this job's secret"):
+    with pytest.raises(ProtocolError, match="does not have this job's secret"):
         connecting.check(bytes(welcome))
     with pytest.raises(ProtocolError, match="it refuses this agent"):
         connecting.check(REFUSED)

@@ -114,7 +114,7 @@ def test_a_chunk_that_was_changed_on_the_way_is_begun_again(connection: Connecti
     incoming._guard = incoming._guard._replace(check=lambda piece: "another checksum")
     connection.post("a", 1, data)
     connection.link.flush()
-    with pytest.raises((ConnectionCut, CorruptMessage), match="changed on the way"):
+    with pytest.raises((ConnectionCut, CorruptMessage), match="modified in transit"):
         for _ in range(1000):
             with contextlib.suppress(BlockingIOError):
                 incoming.read()

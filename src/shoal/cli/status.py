@@ -363,7 +363,7 @@ class _StatusQuery:
         except OSError as error:
             self.silent = f"it cannot be asked ({error.strerror or error})"
         except NONSENSE:
-            self.silent = "what it answers makes no sense: is it of another version of Shoal?"
+            self.silent = "its answer is invalid: is it of another version of Shoal?"
         selector.unregister(sock)
         if self.silent and not self._packets:  # it has no place just now, or another of its agents knows more
             self.end()

@@ -103,7 +103,7 @@ def _add(admitted: dict[int, JoiningPeer], begun: dict[str, int], rank: int, tex
         counts = parsed_counts(content["begun"])
         asking = {int(other): JoiningPeer.of(peer, int(other)) for other, peer in content["asking"].items()}
     except NONSENSE as error:
-        why = f"{operation}: what rank {rank} says of those who ask makes no sense: {error}"
+        why = f"{operation}: rank {rank} sent an invalid list of joining agents: {error}"
         raise Mismatch(why, (rank,)) from None
     for name, count in counts.items():
         begun[name] = max(count, begun.get(name, 0))
