@@ -145,8 +145,10 @@ def _draw_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, metavar="FILE", help="a .png, .svg or .pdf (out/TOPOLOGY-AGENTS.png)"
     )
     parser.add_argument("--rounds", type=count, metavar="R", help="panels (a short period, or the first few)")
-    parser.add_argument("--width", type=above_zero, metavar="INCHES", help="of the picture (3.3; 6.9 for many panels)")
-    parser.add_argument("--layout", choices=_LAYOUTS, default="auto", help="where agents stand (auto: by the shape)")
+    parser.add_argument(
+        "--width", type=above_zero, metavar="INCHES", help="width of the picture (3.3; 6.9 for many panels)"
+    )
+    parser.add_argument("--layout", choices=_LAYOUTS, default="auto", help="places of the agents (auto: by the shape)")
 
 
 def _draw(args: argparse.Namespace) -> int:
@@ -165,7 +167,7 @@ def _draw(args: argparse.Namespace) -> int:
 
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("topology", nargs="*", help="which (all)")
+    parser.add_argument("topology", nargs="*", help="names of topologies (all)")
     _agents_argument(parser, 16)
     _machines_argument(parser)
     _network_arguments(parser)
@@ -241,7 +243,9 @@ def _topology_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _agents_argument(parser: argparse.ArgumentParser, default: int) -> None:
-    parser.add_argument("-n", "--agents", type=count, default=default, metavar="N", help=f"how many agents ({default})")
+    parser.add_argument(
+        "-n", "--agents", type=count, default=default, metavar="N", help=f"number of agents ({default})"
+    )
 
 
 def _machines_argument(parser: argparse.ArgumentParser) -> None:
@@ -250,14 +254,18 @@ def _machines_argument(parser: argparse.ArgumentParser) -> None:
 
 def _network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--latency", type=quantity(parse_seconds), default=DEFAULT_LATENCY, metavar="TIME", help="as in 5ms (50us)"
+        "--latency",
+        type=quantity(parse_seconds),
+        default=DEFAULT_LATENCY,
+        metavar="TIME",
+        help="latency between machines, such as 5ms (50us)",
     )
     parser.add_argument(
         "--bandwidth",
         type=quantity(parse_rate),
         default=DEFAULT_BANDWIDTH,
         metavar="RATE",
-        help="of a machine's NIC, as in 1gbit (10gbit)",
+        help="bandwidth of a machine's NIC, such as 1gbit (10gbit)",
     )
     megabytes = DEFAULT_BYTES / 1e6
     parser.add_argument(

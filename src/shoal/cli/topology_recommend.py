@@ -46,38 +46,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.epilog = "docs/network-model.md says what is predicted, how, and how well."
     parser.add_argument(
-        "-n", "--agents", type=count, metavar="N", help=f"how many agents ({DEFAULT_AGENTS}; those that measure)"
+        "-n", "--agents", type=count, metavar="N", help=f"number of agents ({DEFAULT_AGENTS}, or those that measure)"
     )
     parser.add_argument("--per-machine", type=count, metavar="K", help="agents on each machine, sharing its NIC (1)")
     parser.add_argument(
-        "--latency", type=quantity(parse_seconds), metavar="TIME", help="between machines, as in 5ms (50us)"
+        "--latency", type=quantity(parse_seconds), metavar="TIME", help="latency between machines, such as 5ms (50us)"
     )
     parser.add_argument(
-        "--bandwidth", type=quantity(parse_rate), metavar="RATE", help="of a machine's NIC, as in 1gbit (10gbit)"
+        "--bandwidth",
+        type=quantity(parse_rate),
+        metavar="RATE",
+        help="bandwidth of a machine's NIC, such as 1gbit (10gbit)",
     )
     parser.add_argument(
         "--upload",
         type=quantity(parse_rate),
         metavar="RATE",
-        help="of a NIC, out of the machine, where that is not --bandwidth",
+        help="bandwidth out of the machine, if it differs from --bandwidth",
     )
     parser.add_argument(
-        "--download", type=quantity(parse_rate), metavar="RATE", help="of a NIC, into the machine, likewise"
+        "--download", type=quantity(parse_rate), metavar="RATE", help="bandwidth into the machine, likewise"
     )
     parser.add_argument(
         "--overhead",
         type=quantity(parse_seconds),
         metavar="TIME",
-        help="for which each message occupies a NIC besides its bytes (0)",
+        help="time that each message occupies a NIC besides its bytes (0)",
     )
     parser.add_argument(
         "--inside-bandwidth",
         type=quantity(parse_rate),
         metavar="RATE",
-        help="of an agent, inside a machine and out of it (no limit)",
+        help="bandwidth of an agent inside its machine (no limit)",
     )
     parser.add_argument(
-        "--model-mb", type=above_zero, default=DEFAULT_BYTES / 1e6, metavar="MB", help="10^6 bytes to average (100)"
+        "--model-mb",
+        type=above_zero,
+        default=DEFAULT_BYTES / 1e6,
+        metavar="MB",
+        help="size of the model in 10^6 bytes (100)",
     )
     parser.add_argument(
         "--error", type=above_zero, default=DEFAULT_ERROR, help=f"the consensus error to reach ({DEFAULT_ERROR:g})"
@@ -87,28 +94,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=zero_or_more,
         default=DIFFERENCE,
         metavar="SHARE",
-        help="to train: by how much agents' gradients differ where it begins, in lengths of their mean, as "
-        f"shoal.netmodel.probe.measure_difference() says; 0 for equal data ({DIFFERENCE:g}: shuffled)",
+        help="training: difference of the agents' gradients at the start, relative to the norm of their mean; "
+        f"shoal.netmodel.probe.measure_difference() measures it; 0 for equal data ({DIFFERENCE:g}, shuffled data)",
     )
     parser.add_argument(
         "--accuracy",
         type=above_zero,
         default=ACCURACY,
         metavar="SHARE",
-        help=f"to train: what is left of the mean gradient where it ends, at most 1 ({ACCURACY:g})",
+        help=f"training: norm of the mean gradient at the end, relative to the start, at most 1 ({ACCURACY:g})",
     )
     parser.add_argument(
-        "--local-steps", type=count, default=1, metavar="H", help="to train: steps for each exchange (1)"
+        "--local-steps", type=count, default=1, metavar="H", help="training: steps for each exchange (1)"
     )
     parser.add_argument(
-        "--compute", type=quantity(parse_seconds), default=0.0, metavar="TIME", help="to train: a step's computing (0)"
+        "--compute",
+        type=quantity(parse_seconds),
+        default=0.0,
+        metavar="TIME",
+        help="training: time to compute a step (0)",
     )
     parser.add_argument(
         "--compression",
         type=quantity(_compression),
         default=1.0,
         metavar="SHARE|NAME",
-        help=f"to train: what messages are of the model's bytes: {COMPRESSION} (1)",
+        help=f"training: size of a message relative to the model: {COMPRESSION} (1)",
     )
     parser.add_argument(
         "--measure",
