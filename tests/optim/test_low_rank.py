@@ -198,5 +198,5 @@ def test_unsupported_settings_are_refused() -> None:
         LowRank(0)
     with pytest.raises(ValueError, match="rank=0"):
         PowerGossip(1.0, rank=0)
-    with pytest.raises(ValueError, match="rows says"):
+    with pytest.raises(ValueError, match="rows means"):
         PowerGossip(1.0, rows=2, shapes=((2, 2),))

@@ -169,7 +169,7 @@ def _init(
     agent.set_topology((topology_fn or _default_graph)(agent.size), is_weighted)
     agent.topology_is_default = topology_fn is None
     warn_of_process_group(agent, stacklevel=4)
-    if mine is process_context() and agent.rank == agent.local_ranks[0]:
+    if mine is process_context() and agent.rank == 0:
         for name, variable in misspelled().items():
             warnings.warn(f"shoal.init(): {name} has no effect; did you mean {variable}?", stacklevel=3)
 
