@@ -56,7 +56,7 @@ def discover(
         flat = message.payload.data.tolist()
         # These values decide where this agent sends later messages, so they are checked.
         if len(flat) % 2 or not all(0 <= other < size for other in flat):
-            problem = f"rank {behind} passed on what are no pairs of {size} ranks"
+            problem = f"rank {behind} forwarded notices that are no pairs of {size} ranks"
             raise Mismatch(f"{operation}: {problem}", (behind, engine.rank))
         notices += list(zip(flat[::2], flat[1::2], strict=True))
         step *= 2
