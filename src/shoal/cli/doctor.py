@@ -226,8 +226,10 @@ def report_init(report: Report, environ: Mapping[str, str]) -> None:
     ours = {name: text for name, text in environ.items() if name.startswith("SHOAL_")}
     for name, text in sorted(ours.items()):
         report.line("variable", f"{name}={'(set, not shown)' if name == 'SHOAL_SECRET' else text}")
-        if name not in config.NAMES:
-            report.notes.append(f"{name} is no variable of Shoal's; it knows {', '.join(config.NAMES)}")
+        if name not in (*config.NAMES, config.BUILD_NATIVE):
+            resembled = config.misspelled(environ).get(name)
+            hint = f"did you mean {resembled}?" if resembled else f"it reads {', '.join(config.NAMES)}"
+            report.notes.append(f"{name} is no variable of Shoal's; {hint}")
     for name, text in sorted(launcher_variables(environ).items()):
         if not name.startswith("SLURM_") or name.startswith(_SHOWN_SLURM):
             report.line("launcher's", f"{name}={text}")

@@ -245,9 +245,8 @@ def _have_joined(invitation: Invitation | None, host: str, port: int) -> Callabl
         if invitation is None or invitation.size == invitation.begins:
             return False
         try:
-            claim(
-                host, port, invitation.size - invitation.begins
-            )  # all ranks: granted only if no launcher has claimed any
+            # All spare ranks: the claim is granted only if no launcher has claimed any.
+            claim(host, port, invitation.size - invitation.begins)
         except ValueError:
             return True
         return False
